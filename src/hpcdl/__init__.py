@@ -1,0 +1,60 @@
+"""hpcdl: hand-written collectives for distributed deep-learning training, over mpi4py.
+
+Importing this starts no MPI; the first collective does.
+"""
+
+from hpcdl import collectives
+from hpcdl.api import (
+    algorithms,
+    allgather,
+    allreduce,
+    barrier,
+    broadcast,
+    choose,
+    iallgather,
+    iallreduce,
+    ibarrier,
+    ibroadcast,
+    ireduce,
+    ireduce_scatter,
+    plan_allgather,
+    plan_allreduce,
+    plan_barrier,
+    plan_broadcast,
+    plan_reduce,
+    plan_reduce_scatter,
+    reduce,
+    reduce_scatter,
+    share,
+)
+from hpcdl.errors import HpcdlError, MismatchError, UnsupportedArrayError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HpcdlError",
+    "MismatchError",
+    "UnsupportedArrayError",
+    "algorithms",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "choose",
+    "collectives",
+    "iallgather",
+    "iallreduce",
+    "ibarrier",
+    "ibroadcast",
+    "ireduce",
+    "ireduce_scatter",
+    "plan_allgather",
+    "plan_allreduce",
+    "plan_barrier",
+    "plan_broadcast",
+    "plan_reduce",
+    "plan_reduce_scatter",
+    "reduce",
+    "reduce_scatter",
+    "share",
+]

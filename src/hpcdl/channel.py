@@ -1,0 +1,103 @@
+"""What the library keeps for a communicator: a private duplicate, and a count of the operations.
+
+Our messages travel on the duplicate, so they never meet the user's. It is an MPI attribute of the communicator and
+is freed with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from hpcdl.execute import Plan
+
+# MPI promises tags up to 32767, and what is in flight at once needs a tag of its own: single calls, plans, and the
+# tables of ranks that disagree count through a range each, by the number of the operation.
+TAGS = 8192
+CALLS, PLANS, TABLES = 0, TAGS, 2 * TAGS
+
+
+class Channel:
+    """The private side of one communicator."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.wire: MPI.Intracomm = comm.Dup()
+        self.rank, self.size = comm.rank, comm.size
+        self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self.lock = threading.Lock()
+        self._operations = 0
+
+    def operation(self) -> int:
+        """The number of this operation: equal on all ranks, as they start their collectives in one order."""
+        self._operations += 1
+        return self._operations
+
+    def close(self) -> None:
+        """Free what is bound to the duplicate, and the duplicate itself (a collective call)."""
+        self.release()
+        self.wire.Free()
+
+    def release(self) -> None:
+        """Free what can be freed without the other ranks."""
+        for plan in list(self.plans):
+            plan.close()
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_keyval = MPI.KEYVAL_INVALID
+
+
+def channel(comm: MPI.Comm | None = None) -> Channel:
+    """The channel of a communicator (COMM_WORLD by default); the first call on it is collective."""
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    elif not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is an mpi4py intracommunicator, not {comm!r}")
+    elif comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this rank is not in the communicator, so it must not call")
+    if _keyval == MPI.KEYVAL_INVALID:
+        _first_use()
+    known: Channel | None = comm.Get_attr(_keyval)
+    if known is None:
+        known = Channel(comm)
+        comm.Set_attr(_keyval, known)
+        _channels.add(known)
+    return known
+
+
+def _first_use() -> None:
+    global _keyval
+    # No copy function: a duplicate of the communicator starts without our attribute, and gets its own.
+    _keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, known: known.close())
+    # At an implicit finalize no attribute is deleted: MPICH would complain of persistent requests. Only what is local
+    # is freed here, since a dead rank would let a collective call hang.
+    atexit.register(_at_exit)
+    if MPI.COMM_WORLD.size > 1:
+        sys.excepthook = _Abort(sys.excepthook)
+
+
+def _at_exit() -> None:
+    for known in list(_channels):
+        known.release()
+
+
+class _Abort:
+    """An excepthook that ends the job: a rank that raises would else leave the others waiting for ever."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        print(f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} raised, and ends the job:", file=sys.stderr)
+        self.before(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
