@@ -7,6 +7,7 @@ Source: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005), section 4.5; used by G
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .cost import Cost
 from .halving import halved, halving, halving_cost
@@ -55,7 +56,7 @@ def binary_blocks_cost(size: int, n: float) -> Cost:
     if len(lengths) == 1:
         return halving_cost(size, n)
     rounds = [len(bits(length)) for length in lengths]
-    ratios = [large // small for large, small in zip(lengths, lengths[1:], strict=False)]
+    ratios = [large // small for large, small in pairwise(lengths)]
     ready = rounds[-1]
     for own, ratio in zip(rounds[-2::-1], reversed(ratios), strict=True):
         ready = max(own, ready + ratio)

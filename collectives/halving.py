@@ -34,9 +34,7 @@ def halved(span: Span, place: int, size: int) -> Span:
     return span
 
 
-def fold(
-    group: Sequence[int], me: int, span: Span
-) -> Generator[Round, None, tuple[Sequence[int], int | None]]:
+def fold(group: Sequence[int], me: int, span: Span) -> Generator[Round, None, tuple[Sequence[int], int | None]]:
     """Bring a group down to 2**k ranks: each surplus rank hands its vector to its neighbour, and waits.
 
     Of the first 2 r ranks (r of them surplus) the even ones are folded into the odd ones. Returns the core

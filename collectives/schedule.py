@@ -12,6 +12,7 @@ A schedule is, for each rank, a list of rounds; a round is a tuple of steps. Wha
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 
@@ -58,7 +59,7 @@ def cut(span: Span, parts: int) -> list[Span]:
     """Cut a span into parts that differ by one element at most, the longer ones first."""
     each, longer = divmod(span.size, parts)
     edges = [span.lo + part * each + min(part, longer) for part in range(parts + 1)]
-    return [Span(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
+    return [Span(lo, hi) for lo, hi in pairwise(edges)]
 
 
 def overlap(one: Span, other: Span) -> Span:
@@ -74,10 +75,12 @@ def mirror(rounds: Iterable[Round]) -> list[Round]:
     nothing to hand out, and has no mirror image.
     """
     turned: dict[type, type[Send] | type[Copy]] = {Send: Copy, Reduce: Send, Copy: Send}
-    handed = []
+    handed: list[Round] = []
     for steps in reversed(list(rounds)):
-        sent, added = ({tuple(step) for step in steps if type(step) is verb} for verb in (Send, Reduce))
-        handed.append(tuple(turned[type(step)](*step) for step in steps if tuple(step) not in sent & added))
+        sent = {(step.peer, step.span) for step in steps if isinstance(step, Send)}
+        added = {(step.peer, step.span) for step in steps if isinstance(step, Reduce)}
+        rest = [step for step in steps if (step.peer, step.span) not in sent & added]
+        handed.append(tuple(turned[type(step)](step.peer, step.span) for step in rest))
     return [steps for steps in handed if steps]
 
 
@@ -87,9 +90,9 @@ def deal(group: Sequence[int], me: int, owned: Sequence[Span], wanted: Sequence[
     `owned` and `wanted` tell it for every place of the group; no two places own the same element.
     """
     others = [place for place in range(len(group)) if place != me]
-    sends = [Send(group[you], overlap(owned[me], wanted[you])) for you in others]
-    copies = [Copy(group[you], overlap(owned[you], wanted[me])) for you in others]
-    return tuple(step for step in (*sends, *copies) if step.span.size)
+    steps: list[Step] = [Send(group[you], overlap(owned[me], wanted[you])) for you in others]
+    steps += [Copy(group[you], overlap(owned[you], wanted[me])) for you in others]
+    return tuple(step for step in steps if step.span.size)
 
 
 def power_of_two(size: int) -> int:

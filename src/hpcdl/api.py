@@ -17,7 +17,7 @@ Common to all of them:
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcdl import collectives
 from hpcdl.buffers import Array

@@ -13,14 +13,14 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcdl import collectives
-from hpcdl.buffers import HALVES, Action, Array, Vector, same_memory, shares_memory
+from hpcdl.buffers import HALVES, INTEGERS, Action, Array, Vector, same_memory, shares_memory
 from hpcdl.channel import CALLS, PLANS, TAGS, Channel, channel
 from hpcdl.check import agree
 from hpcdl.choose import choose_for
 from hpcdl.collectives import Program, Span
 from hpcdl.device import mpi_reads_devices
 from hpcdl.errors import UnsupportedArrayError
-from hpcdl.execute import Native, Plan, Steps, Work, finish
+from hpcdl.execute import Job, Native, Plan, Steps, Work, finish
 
 OPS = ("sum", "mean", "min", "max", "prod")
 
@@ -157,13 +157,11 @@ class Bound:
 
     def plan(self, own: Channel, tag: int) -> Plan:
         """Bind the program; the ranks have agreed."""
-        common = {"before": self.before, "after": self.after, "result": self.result}
+        job = Job(self.vector, self.op, self.before, self.after, self.result)
         if self.algorithm == "native":
-            assert self.op is not None
-            return Native(own, self.vector, op=self.op, **common)
+            return Native(own, job)
         program = _program(self.collective, self.algorithm, own.size, own.rank, self.vector.size, self.root)
-        raw = collectives.find(self.algorithm).raw
-        return Plan(own, program, self.vector, tag=tag, op=self.op, raw=raw, **common)
+        return Plan(own, job, program, tag=tag, raw=collectives.find(self.algorithm).raw)
 
 
 @lru_cache(maxsize=256)
@@ -188,7 +186,7 @@ def _op_name(op: str | MPI.Op) -> str:
 
 
 def _check_op(op: str | None, dtype: str) -> None:
-    if op == "mean" and (dtype == "bool" or "int" in dtype):
+    if op == "mean" and dtype in (*INTEGERS, "bool"):
         raise UnsupportedArrayError(f"the mean of {dtype} would have to be rounded: convert it, or sum and divide")
     if op in ("min", "max") and dtype.startswith("complex"):
         raise UnsupportedArrayError(f"complex numbers have no order, so no {op} of {dtype}")
@@ -206,7 +204,8 @@ def _algorithm(call: Call, vector: Vector, op: str | None, size: int) -> str:
     if call.algorithm != "native":
         return collectives.find(call.algorithm, size, call.collective).name
     if call.collective != "allreduce":
-        raise ValueError(f"native is MPI's allreduce; for {call.collective} take one of {', '.join(collectives.names())}")
+        others = ", ".join(collectives.names(size, call.collective))
+        raise ValueError(f"native is MPI's allreduce; for {call.collective} take one of {others}")
     if vector.dtype in HALVES:
         raise UnsupportedArrayError(f"MPI has no {vector.dtype}, so native cannot add it; every other algorithm can")
     if vector.device is not None and not mpi_reads_devices():

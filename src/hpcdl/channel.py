@@ -64,8 +64,8 @@ def channel(comm: MPI.Comm | None = None) -> Channel:
         raise ValueError("comm is MPI.COMM_NULL: this rank is not in the communicator, so it must not call")
     if _keyval == MPI.KEYVAL_INVALID:
         _first_use()
-    known: Channel | None = comm.Get_attr(_keyval)
-    if known is None:
+    known = comm.Get_attr(_keyval)
+    if not isinstance(known, Channel):
         known = Channel(comm)
         comm.Set_attr(_keyval, known)
         _channels.add(known)

@@ -14,7 +14,7 @@ from hpcdl.buffers import Vector
 from hpcdl.channel import TABLES, TAGS, Channel
 from hpcdl.collectives import Span, find, program
 from hpcdl.errors import MismatchError, UnsupportedArrayError
-from hpcdl.execute import Plan
+from hpcdl.execute import Job, Plan
 
 ROW_BYTES = 512
 
@@ -58,7 +58,7 @@ def _disagree(channel: Channel, call: str, number: int) -> Generator[MPI.Request
     rows[channel.rank, : len(text)] = list(text)
     vector = Vector(rows)
     handed = program("allgather", find("tree"), range(channel.size), channel.rank, Span(0, vector.size))
-    with Plan(channel, handed, vector, tag=TABLES + number % TAGS) as plan:
+    with Plan(channel, Job(vector), handed, tag=TABLES + number % TAGS) as plan:
         yield from plan.steps()
     table = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
     # The number tells something only where it differs.

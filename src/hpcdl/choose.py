@@ -1,4 +1,4 @@
-"""Which algorithm? The one with the lowest cost in the usual model: alpha a message, beta a byte, gamma a byte added."""
+"""Which algorithm? The one that costs least in the usual model: alpha a message, beta a byte, gamma a byte added."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CANDIDATES = ("halving", "binary_blocks", "ring", "doubling", "folded", "tree")
 @lru_cache(maxsize=4096)
 def choose_for(collective: str, nbytes: int, size: int) -> str:
     """The name of the algorithm that `auto` takes."""
-    able = names(size, collective)
-    return min((name for name in CANDIDATES if name in able), key=lambda name: _predicted(name, collective, nbytes, size))
+    able = [name for name in CANDIDATES if name in names(size, collective)]
+    return min(able, key=lambda name: _predicted(name, collective, nbytes, size))
 
 
 def _predicted(name: str, collective: str, nbytes: int, size: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class TorchDevice(Device):
         return self._bytes[lo:hi]
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()  # type: ignore[no-any-return]
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
 
     def download(self, lo: int, hi: int, host: npt.NDArray[np.uint8]) -> None:
         self._torch.from_numpy(host).copy_(self._bytes[lo:hi], non_blocking=True)
@@ -86,8 +85,6 @@ def _mpi_libraries() -> list[ctypes.CDLL]:
     libraries = [ctypes.CDLL(None)]
     maps = Path("/proc/self/maps")
     if maps.exists():
-        loaded = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if line.count(" ") >= 5 and "/" in line}
-        for path in sorted(loaded):
-            if os.path.basename(path).startswith("libmpi."):
-                libraries.append(ctypes.CDLL(path))
+        loaded = {line[line.index("/") :] for line in maps.read_text().splitlines() if "/libmpi." in line}
+        libraries += [ctypes.CDLL(path) for path in sorted(loaded)]
     return libraries

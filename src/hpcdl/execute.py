@@ -1,7 +1,7 @@
 """Schedules on the wire: a Plan is a program bound once to a vector, a Work is one that is in flight.
 
-Floor 2, and the only place that sends anybody's data. Requests are persistent: they are set up once and started for each round.
-Sends are started behind their round's receives and never wait for buffer space at the other end.
+Floor 2, and the only place that sends anybody's data. Requests are persistent: set up once, started at each run. Sends
+are started behind their round's receives, and nothing relies on buffer space at the other end.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ Steps: TypeAlias = Generator[MPI.Request, None, None]
 """A collective under way: it yields each request that it cannot go on without."""
 
 
+class Job(NamedTuple):
+    """What a plan works on: a vector, the reduction if there is one, what happens before and after each run."""
+
+    vector: Vector
+    op: str | None = None
+    before: Sequence[Action] = ()
+    after: Sequence[Action] = ()
+    result: Callable[[], Any] = lambda: None
+
+
 class _Bound(NamedTuple):
     """A round, bound: what is started, what is waited for and what happens then."""
 
@@ -48,25 +58,13 @@ class Plan:
     or let it be freed with its communicator.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        program: Program,
-        vector: Vector,
-        *,
-        tag: int,
-        op: str | None = None,
-        raw: bool = False,
-        before: Sequence[Action] = (),
-        after: Sequence[Action] = (),
-        result: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._channel, self._vector, self._tag = channel, vector, tag
-        self._before, self._after, self.result = list(before), list(after), result
+    def __init__(self, channel: Channel, job: Job, program: Program, *, tag: int, raw: bool = False) -> None:
+        self._channel, self._vector, self._tag = channel, job.vector, tag
+        self._before, self._after, self.result = list(job.before), list(job.after), job.result
         self._requests: list[MPI.Prequest] = []
         self._state: Literal["idle", "in flight", "closed"] = "idle"
         self._stage = self._pinned(program)
-        self._rounds = self._bind(program, op, raw)
+        self._rounds = self._bind(program, job.op, raw)
         channel.plans.add(self)
 
     # ---- binding -------------------------------------------------------------------------------------------------
@@ -151,9 +149,7 @@ class Plan:
         self._requests.append(request)
         return request
 
-    def _outgoing(
-        self, vector: Vector, span: Span, host: npt.NDArray[np.uint8]
-    ) -> tuple[Action | None, Any]:
+    def _outgoing(self, vector: Vector, span: Span, host: npt.NDArray[np.uint8]) -> tuple[Action | None, Any]:
         """What must happen before MPI may read the span, and what MPI is handed."""
         lo, hi = span.lo * vector.itemsize, span.hi * vector.itemsize
         if vector.host is not None:
@@ -328,26 +324,17 @@ def finish(steps: Steps) -> None:
 class Native(Plan):
     """MPI's own all-reduce behind the face of a Plan, for comparison."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        vector: Vector,
-        *,
-        op: str,
-        before: Sequence[Action] = (),
-        after: Sequence[Action] = (),
-        result: Callable[[], Any],
-    ) -> None:
-        whole = Span(0, vector.size)
-        super().__init__(
-            channel, Program([], whole, []), vector, tag=0, before=before, after=after, result=result
-        )
+    def __init__(self, channel: Channel, job: Job) -> None:
+        vector, whole = job.vector, Span(0, job.vector.size)
+        super().__init__(channel, job, Program([], whole, []), tag=0)
         logical = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}
         usual = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
-        self._op = (logical if vector.dtype == "bool" else usual)[op]
+        assert job.op is not None
+        self._op = (logical if vector.dtype == "bool" else usual)[job.op]
         self._message = [vector.flat, vector.size, _mpi_types()[vector.dtype]]
-        if op == "mean":
+        if job.op == "mean":
             self._after.insert(0, vector.combine("true_divide", vector[whole], channel.size, vector[whole]))
+        self._rounds = []
 
     def steps(self) -> Steps:
         self.begin()
