@@ -1,0 +1,84 @@
+"""What the launcher has given this process: ranks, cores, a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Set for every process of a job, by MPICH's mpiexec and SLURM's pmi2, by Open MPI, and by srun. SLURM_NTASKS
+# stands in a batch script too, where a forgotten mpiexec or srun is as wrong.
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+LAUNCHERS = ("mpiexec", "mpirun", "prterun", "hydra", "orterun", "prte", "orted")
+
+
+def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Is this process one of an MPI job, as far as one can tell without starting MPI?"""
+    return any(name in environ for name in RANKS)
+
+
+def wrong_size(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """A warning if MPI knows of this process alone where the launcher has started several, else None."""
+    name = next((name for name in SIZES if environ.get(name, "").isdecimal()), None)
+    if size > 1 or name is None or int(environ[name]) <= 1:
+        return None
+    return (
+        f"{name} says {environ[name]} processes, but MPI says this is rank 0 of 1: if they were started "
+        "together, each now trains alone. Use the mpiexec of the MPI that mpi4py loads, or srun with the "
+        "--mpi that it needs"
+    )
+
+
+def cores_per_rank(comm: MPI.Comm) -> int:
+    """How many cores each rank of this node may use, whether the launcher binds the ranks to cores or not."""
+    from mpi4py import MPI
+
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    every = set[int]().union(*node.allgather(mine))
+    cores = max(1, min(len(mine), len(every) // node.size))
+    node.Free()
+    return cores
+
+
+def terminal() -> os.terminal_size | None:
+    """The size of the terminal that a person reads our standard output on, None if it goes elsewhere.
+
+    isatty() does not tell under mpiexec: MPICH's gives its ranks pipes before a person's eyes, and Open MPI's
+    gives them terminals of their own though it writes to a log file. Its own output is what counts.
+    """
+    # Nearest first: this process, perhaps in a shell, MPICH's proxy, mpiexec.
+    launchers = [pid for pid, name in islice(_ancestors(), 3) if name.startswith(LAUNCHERS)]
+    with suppress(OSError, ValueError):
+        if not launchers:
+            return os.get_terminal_size(sys.stdout.fileno())
+    for pid in launchers:
+        with suppress(OSError), open(f"/proc/{pid}/fd/1", "wb", opener=_quietly) as output:
+            return os.get_terminal_size(output.fileno())
+    return None
+
+
+def _quietly(path: str, flags: int) -> int:
+    # Neither may the terminal become ours, nor may a pipe that nobody reads hold us, nor a log be emptied.
+    return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+
+
+def _ancestors() -> Iterator[tuple[int, str]]:
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return
+        # pid (name) state parent ...: the name may hold spaces and parentheses.
+        name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
+        yield pid, name
+        pid = int(rest.split()[1])

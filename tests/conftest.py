@@ -1,0 +1,14 @@
+"""Which side of the harness this process is: the pytest that a person starts, or one rank of several."""
+
+import pytest
+from harness import under_launcher
+
+if under_launcher():
+    from harness.child import Child as Side
+else:
+    from harness.parent import Parent as Side
+
+
+@pytest.hookimpl(trylast=True)  # pytest's own plugins must be there: a rank silences one of them
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Side(config), "ranks")

@@ -1,0 +1,81 @@
+"""Imports go down only: no part of hpcdl imports from a floor above its own."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import TESTS
+
+SOURCE = TESTS.parent / "src" / "hpcdl"
+FLOORS = {
+    "errors": 0,
+    "collectives": 0,
+    "verdict": 0,
+    "settings": 0,
+    "buffers": 1,
+    "device": 1,
+    "channel": 2,
+    "execute": 2,
+    "shared": 2,
+    "topology": 3,
+    "choose": 3,
+    "check": 3,
+    "trace": 3,
+    "call": 4,
+    "api": 4,
+    "__init__": 4,  # the public face
+    "data": 5,
+    "torch": 5,
+    "compress": 5,
+    "sgd": 5,
+    "survive": 5,
+    "cli": 6,
+    "__main__": 6,
+}
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file of the package with the part it belongs to; glob would not follow the link to collectives/."""
+    for top in sorted(SOURCE.iterdir()):
+        for file in sorted(top.resolve().rglob("*.py")) if top.is_dir() else [top]:
+            if file.suffix == ".py":
+                yield file, top.stem
+
+
+def imports(file: Path, part: str) -> Iterator[tuple[str, bool]]:
+    """The modules that a file imports by full name, and whether at the top of the file."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        at_top = node in tree.body
+        if isinstance(node, ast.Import):
+            yield from ((name.name, at_top) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:  # relative to the package itself, or to the part
+                inside = file.parent == SOURCE or node.level > 1
+                module = ".".join(filter(None, ["hpcdl", "" if inside else part, module]))
+            yield from ((f"{module}.{name.name}", at_top) for name in node.names)
+
+
+def imported_part(module: str) -> str | None:
+    """Which part of hpcdl a module belongs to; None for other packages."""
+    package, _, rest = module.partition(".")
+    if package != "hpcdl":
+        return None
+    part = rest.partition(".")[0]
+    return part if part and ((SOURCE / part).is_dir() or (SOURCE / f"{part}.py").exists()) else "__init__"
+
+
+@pytest.mark.parametrize(("file", "part"), list(files()), ids=lambda value: getattr(value, "name", value))
+def test_imports_go_down_only(file: Path, part: str) -> None:
+    assert part in FLOORS, f"{part} has no floor yet: give it one in {Path(__file__).name}"
+    for module, at_top in imports(file, part):
+        package = module.partition(".")[0]
+        below = imported_part(module)
+        assert below is None or FLOORS[below] <= FLOORS[part], f"{file.name} imports upwards: {module}"
+        if part == "collectives":
+            assert below == part or package in sys.stdlib_module_names, f"{file.name} imports {module}"
+        if part != "torch" and at_top:
+            assert package not in ("torch", "cupy"), f"{file.name} imports {package} at its top"
