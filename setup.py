@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 torch = ["torch>=2.2"]
-test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80"]
+test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "allpairspy>=2.5"]
 
 setup(
     name="hpcdl",
@@ -19,7 +19,7 @@ setup(
     # src/hpcdl/collectives is a link to collectives/: find_packages follows it, so wheels hold it too.
     packages=find_packages("src"),
     package_data={"hpcdl": ["py.typed"]},
-    install_requires=["numpy>=1.23", "mpi4py>=4.1"],
+    install_requires=["numpy>=1.25", "mpi4py>=4.1"],
     extras_require={
         # The MPI itself from a wheel, for machines without one. One of the two per environment.
         "mpich": ["mpich>=4.2"],

@@ -20,7 +20,7 @@ FLOORS = {
     "execute": 2,
     "shared": 2,
     "topology": 3,
-    "choose": 3,
+    "choice": 3,
     "check": 3,
     "trace": 3,
     "call": 4,

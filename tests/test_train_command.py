@@ -58,11 +58,13 @@ def test_mnist_is_learnt_to_93_percent() -> None:
         (["--algorithm", "rign"], "--algorithm rign: "),
         (["--algorithm", "halving"], "--algorithm halving: "),
         (["--batch-size", "0"], "argument --batch-size: 0 is no whole number from 1 upwards"),
+        (["--model", "cnn", "--data", "tiny"], "--model cnn: two poolings by 2 need images of at least 4 x 4"),
         (["--data", "/nowhere"], "--data: no data '/nowhere'"),
     ],
 )
-def test_what_cannot_begin_is_said_once_with_status_2(arguments: list[str], line: str) -> None:
-    done = hpcdl_train(3, *arguments)
+def test_what_cannot_begin_is_said_once_with_status_2(arguments: list[str], line: str, tmp_path: Path) -> None:
+    tiny = str(write_images(tmp_path, side=3))
+    done = hpcdl_train(3, *(tiny if word == "tiny" else word for word in arguments))
     (said,) = ours(done.stderr)
     assert said.startswith(f"hpcdl: {line}")
     assert done.stdout == ""

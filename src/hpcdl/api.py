@@ -194,7 +194,7 @@ def algorithms() -> tuple[str, ...]:
 def choose(nbytes: int, comm: MPI.Comm | None = None, *, collective: str = "allreduce") -> str:
     """The algorithm that `auto` takes for so many bytes."""
     from hpcdl.channel import channel
-    from hpcdl.choose import choose_for
+    from hpcdl.choice import choose_for
 
     return choose_for(collective, nbytes, channel(comm).size)
 

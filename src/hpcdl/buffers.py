@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -187,6 +187,8 @@ class TorchFamily(Family):
             )
         item = x.element_size()
         dtype = str(x.dtype).removeprefix("torch.")
+        if x.device.type == "cuda" and dtype in ("uint16", "uint32", "uint64"):  # on a CPU NumPy adds them
+            raise UnsupportedArrayError(f"a torch tensor of {dtype} on {x.device}, where torch cannot add {dtype}")
         return Look(dtype, x.shape, [stride * item for stride in x.stride()], item, x.data_ptr(), False)
 
     def flat(self, x: Array) -> tuple[Array, bool]:
@@ -197,7 +199,7 @@ class TorchFamily(Family):
         packed = lazy or not x.is_contiguous()
         if packed:
             x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        x = x.view(-1)
+        x = x.as_strided((x.numel(),), (1,))  # not view(-1): one element alone may have any stride, and keeps it
         if x.device.type == "cpu" and str(x.dtype).removeprefix("torch.") not in HALVES:
             return x.numpy(), packed
         return x, packed
@@ -215,7 +217,7 @@ class TorchFamily(Family):
     def shaped(self, flat: Array, shape: Sequence[int]) -> Array:
         import torch
 
-        return (torch.from_numpy(flat) if isinstance(flat, np.ndarray) else flat).view(*shape)
+        return (torch.from_numpy(flat) if isinstance(flat, np.ndarray) else flat).view(tuple(shape))
 
     def put(self, target: Array, source: Array) -> None:
         import torch
@@ -242,23 +244,35 @@ class TorchFamily(Family):
 
 
 class CupyFamily(Family):
-    """CuPy arrays, and whatever else shows __cuda_array_interface__."""
+    """CuPy arrays. CuPy's kernels run on the current device, so each of them makes the array's device current."""
 
     def owns(self, x: Array) -> bool:
-        return hasattr(x, "__cuda_array_interface__")
+        cupy = sys.modules.get("cupy")
+        return cupy is not None and isinstance(x, cupy.ndarray)
+
+    def adopt(self, x: Array) -> Array:
+        """Another library's array as CuPy's, in the same memory."""
+        try:
+            import cupy
+        except ImportError:
+            raise UnsupportedArrayError(
+                f"a {_kind(x)} in CUDA memory: CuPy would add it, and is not installed; "
+                "pip install cupy-cuda12x (or cupy-cuda13x)"
+            ) from None
+        address, read_only = x.__cuda_array_interface__["data"]
+        if read_only:
+            raise UnsupportedArrayError(f"a read-only {_kind(x)} in CUDA memory; pass a copy")
+        # cupy.asarray copies what is not on the current device, and the result would go into the copy.
+        where = cupy.cuda.runtime.pointerGetAttributes(address).device if address else None
+        with nullcontext() if where is None else cupy.cuda.Device(where):
+            return cupy.asarray(x)
 
     def look(self, x: Array) -> Look:
-        interface = x.__cuda_array_interface__
-        address, read_only = interface["data"]
-        dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
-        packed = [dtype.itemsize * math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-        return Look(dtype.name, shape, interface.get("strides") or packed, dtype.itemsize, address, read_only)
+        return Look(x.dtype.name, x.shape, x.strides, x.itemsize, x.data.ptr, False)
 
     def flat(self, x: Array) -> tuple[Array, bool]:
-        import cupy
-
-        x = cupy.asarray(x)
-        return (x.reshape(-1), False) if x.flags.c_contiguous else (x.flatten(), True)
+        with x.device:
+            return (x.reshape(-1), False) if x.flags.c_contiguous else (x.flatten(), True)
 
     def empty(self, like: Array, size: int, dtype: str) -> Array:
         import cupy
@@ -269,7 +283,17 @@ class CupyFamily(Family):
     def ufunc(self, name: str) -> Callable[..., object]:
         import cupy
 
-        return getattr(cupy, name)  # type: ignore[no-any-return]
+        ufunc = getattr(cupy, name)
+
+        def on_its_device(low: Array, high: Array, out: Array) -> None:
+            with out.device:
+                ufunc(low, high, out=out)
+
+        return on_its_device
+
+    def put(self, target: Array, source: Array) -> None:
+        with target.device:
+            target[...] = source
 
     def host(self, flat: Array) -> npt.NDArray[np.uint8] | None:
         return None
@@ -280,15 +304,17 @@ class CupyFamily(Family):
         return CupyDevice(flat)
 
 
-NUMPY = NumpyFamily()
-FAMILIES: list[Family] = [NUMPY, TorchFamily(), CupyFamily()]
+NUMPY, CUPY = NumpyFamily(), CupyFamily()
+FAMILIES: list[Family] = [NUMPY, TorchFamily(), CUPY]
 
 
 def family(x: Array) -> tuple[Family, Array]:
-    """The family of x, and x itself or what stands for it (a NumPy view of other memory)."""
+    """The family of x, and x itself or what stands for it (a NumPy or CuPy view of other memory)."""
     for known in FAMILIES:
         if known.owns(x):
             return known, x
+    if hasattr(x, "__cuda_array_interface__"):
+        return CUPY, CUPY.adopt(x)
     if hasattr(x, "__dlpack__"):
         try:
             return NUMPY, np.from_dlpack(x)

@@ -13,10 +13,10 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcdl import collectives
-from hpcdl.buffers import HALVES, INTEGERS, Action, Array, Vector, same_memory, shares_memory
+from hpcdl.buffers import HALVES, INTEGERS, Action, Array, Family, Vector, same_memory, shares_memory
 from hpcdl.channel import CALLS, PLANS, TAGS, Channel, channel
 from hpcdl.check import agree
-from hpcdl.choose import choose_for
+from hpcdl.choice import choose_for
 from hpcdl.collectives import Program, Span
 from hpcdl.device import mpi_reads_devices
 from hpcdl.errors import UnsupportedArrayError
@@ -118,10 +118,10 @@ class Bound:
 
     def _bind_out(self, x: Vector, out: Vector, call: Call, own: Channel) -> None:
         """x is left as it is, the result goes to out."""
-        if out.dtype != x.dtype or (out.device is None) != (x.device is None):
+        if out.dtype != x.dtype or _place(out) is not _place(x):
             raise UnsupportedArrayError(
                 f"out is of type {out.dtype} and x of type {x.dtype}: they must be alike, and both in host memory or "
-                "both on a device"
+                "both one library's device arrays"
             )
         result, whole = call.out, Span(0, x.size)
         self.result = lambda: result
@@ -171,6 +171,11 @@ def _program(collective: str, algorithm: str, size: int, rank: int, n: int, root
 
 def _share(n: int, own: Channel) -> Span:
     return collectives.cut(Span(0, n), own.size)[own.rank]
+
+
+def _place(vector: Vector) -> Family | None:
+    """Where a vector lies: in host memory, or on a device as some library's array."""
+    return vector.family if vector.device else None
 
 
 def _op_name(op: str | MPI.Op) -> str:

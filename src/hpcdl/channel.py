@@ -58,10 +58,10 @@ def channel(comm: MPI.Comm | None = None) -> Channel:
     """The channel of a communicator (COMM_WORLD by default); the first call on it is collective."""
     if comm is None:
         comm = MPI.COMM_WORLD
+    elif isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this rank is not in the communicator, so it must not call")
     elif not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm is an mpi4py intracommunicator, not {comm!r}")
-    elif comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL: this rank is not in the communicator, so it must not call")
     if _keyval == MPI.KEYVAL_INVALID:
         _first_use()
     known = comm.Get_attr(_keyval)

@@ -13,6 +13,15 @@ import numpy.typing as npt
 from hpcdl.buffers import Device
 
 
+class Pointer:
+    """Some bytes of device memory, for MPI. Handed an array, mpi4py would try DLPack first, and torch refuses that for
+    an array whose device is not the current one."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self._owner = owner  # keeps the memory
+        self.__cuda_array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+
+
 class TorchDevice(Device):
     """The memory of a flat torch tensor on a CUDA device."""
 
@@ -26,7 +35,7 @@ class TorchDevice(Device):
         self._torch.cuda.current_stream(self._bytes.device).synchronize()
 
     def bytes(self, lo: int, hi: int) -> object:
-        return self._bytes[lo:hi]
+        return Pointer(self._bytes.data_ptr() + lo, hi - lo, self._bytes)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
@@ -49,21 +58,24 @@ class CupyDevice(Device):
         self._cupy, self._bytes = cupy, flat.view(np.uint8)
 
     def synchronize(self) -> None:
+        # As in torch: the caller's current stream, of which every device has its own.
         with self._bytes.device:
             self._cupy.cuda.get_current_stream().synchronize()
 
     def bytes(self, lo: int, hi: int) -> object:
-        return self._bytes[lo:hi]
+        return Pointer(self._bytes.data.ptr + lo, hi - lo, self._bytes)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def download(self, lo: int, hi: int, host: npt.NDArray[np.uint8]) -> None:
-        self._bytes[lo:hi].get(out=host)
+        with self._bytes.device:  # else the copy would go by the current stream of another device
+            self._bytes[lo:hi].get(out=host)
         self.synchronize()
 
     def upload(self, lo: int, hi: int, host: npt.NDArray[np.uint8]) -> None:
-        self._bytes[lo:hi].set(host)
+        with self._bytes.device:
+            self._bytes[lo:hi].set(host)
         self.synchronize()
 
 
@@ -81,10 +93,13 @@ def mpi_reads_devices() -> bool:
 
 
 def _mpi_libraries() -> list[ctypes.CDLL]:
-    """The process itself, and the MPI libraries that it has loaded, which need not be visible through it."""
+    """The process itself, and the MPI libraries that it has loaded, which need not be visible through it.
+
+    They are called libmpi.so.12, libmpi_abi.so.0, libmpi_cray.so.12.
+    """
     libraries = [ctypes.CDLL(None)]
     maps = Path("/proc/self/maps")
     if maps.exists():
-        loaded = {line[line.index("/") :] for line in maps.read_text().splitlines() if "/libmpi." in line}
+        loaded = {line[line.index("/") :] for line in maps.read_text().splitlines() if "/libmpi" in line}
         libraries += [ctypes.CDLL(path) for path in sorted(loaded)]
     return libraries

@@ -25,7 +25,8 @@ MESSAGE_BYTES = 1 << 30
 """Longer messages are cut: an MPI count is a C int in many an MPI, and 2**31 bytes do not fit."""
 
 STAGE_BYTES = 4 << 20
-"""Device memory that MPI cannot read goes through pinned host memory in pieces of this size."""
+"""Messages are no longer than this: device memory that MPI cannot read goes through pinned host memory, and the copy
+of a piece overlaps with the way of the one before. The same for all memory, as ranks may hold theirs in different."""
 
 UFUNCS = {"sum": "add", "mean": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
 
@@ -132,18 +133,17 @@ class Plan:
 
     def _pinned(self, program: Program) -> npt.NDArray[np.uint8]:
         """Host memory for the largest round, where the array is on a device that MPI cannot read."""
-        device = self._vector.device
-        if device is None or mpi_reads_devices():
-            return np.empty(0, np.uint8)
+        vector, device = self._vector, self._vector.device
         largest = max(
             (sum(step.span.size for step in steps) for steps in (*program.reducing, *program.handing)), default=0
         )
-        return device.pinned(largest * max(4, self._vector.itemsize))  # 16-bit floats may travel as float32
+        if device is None or mpi_reads_devices() or not largest:
+            return np.empty(0, np.uint8)
+        return device.pinned(largest * (4 if vector.dtype in HALVES else vector.itemsize))  # they travel as float32
 
     def _longest(self, vector: Vector) -> int:
         """The number of elements in the longest message."""
-        nbytes = MESSAGE_BYTES if vector.device is None or mpi_reads_devices() else STAGE_BYTES
-        return max(1, nbytes // vector.itemsize)
+        return max(1, min(MESSAGE_BYTES, STAGE_BYTES) // vector.itemsize)
 
     def _keep(self, request: MPI.Prequest) -> MPI.Prequest:
         self._requests.append(request)
@@ -331,7 +331,11 @@ class Native(Plan):
         usual = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
         assert job.op is not None
         self._op = (logical if vector.dtype == "bool" else usual)[job.op]
-        self._message = [vector.flat, vector.size, _mpi_types()[vector.dtype]]
+        device = vector.device
+        if device is not None:
+            self._before.append(device.synchronize)
+        memory = vector.flat if device is None else device.bytes(0, vector.look.nbytes)
+        self._message = [memory, vector.size, _mpi_types()[vector.dtype]]
         if job.op == "mean":
             self._after.insert(0, vector.combine("true_divide", vector[whole], channel.size, vector[whole]))
         self._rounds = []
@@ -340,7 +344,11 @@ class Native(Plan):
         self.begin()
         for action in self._before:
             action()
-        yield self._channel.wire.Iallreduce(MPI.IN_PLACE, self._message, self._op)
+        if self._vector.device is None:
+            yield self._channel.wire.Iallreduce(MPI.IN_PLACE, self._message, self._op)
+        else:
+            # The CUDA-aware Open MPI reduces device memory in the blocking form only; the other one crashes.
+            self._channel.wire.Allreduce(MPI.IN_PLACE, self._message, self._op)
         for action in self._after:
             action()
         self._state = "idle"

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from hpcdl.torch.train import Epoch, Replica
 
+# Steady from 1 to 8 ranks of 32 images; with 0.05 the cnn loses 4 points on one rank.
+LEARNING_RATES = {"mlp": 0.05, "cnn": 0.02}
+
 EPILOG = """\
 Exit status: 0 if all is well; 1 if the training failed: it diverged, missed --target-accuracy, or the ranks'
 parameters differ; 2 if it could not begin: a wrong argument, no data, no torch.
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help="mnist5k, fashion, or a folder of IDX files (the first of the two that is installed)",
     )
-    option("--model", choices=("mlp", "cnn"), default="mlp", help="the network (%(default)s)")
+    option("--model", choices=tuple(LEARNING_RATES), default="mlp", help="the network (%(default)s)")
     option("--algorithm", default="binary_blocks", metavar="NAME", help="the all-reduce (%(default)s)")
     option("--epochs", type=count, default=20, metavar="N", help="how often each image is seen (%(default)s)")
     option(
@@ -57,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--lr",
         type=rate,
-        default=0.05,
         metavar="RATE",
-        help="learning rate (%(default)s), taken as it is for any number of ranks",
+        help="learning rate (mlp 0.05, cnn 0.02), taken as it is for any number of ranks",
     )
     option("--momentum", type=momentum, default=0.9, metavar="M", help="momentum of SGD (%(default)s)")
     option("--seed", type=seed, default=0, metavar="N", help="of parameters and shuffles (%(default)s)")
@@ -138,10 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
 
     began = perf_counter()
-    steps = arguments.epochs * len(images.train.labels)
+    samples = arguments.epochs * len(images.train.labels)
     if comm.rank == 0:
         print(header(comm, arguments, images, replica), flush=True)
-    with reporting(steps, arguments.epochs, on=comm.rank == 0) as (on_step, on_epoch):
+    with reporting(samples, arguments.epochs, on=comm.rank == 0) as (on_step, on_epoch):
         epochs = list(follow(replica, images, arguments, on_step, on_epoch))
     spread = replica.spread()
 
@@ -196,8 +198,12 @@ def prepare(comm: MPI.Comm, arguments: argparse.Namespace) -> tuple[ImageSet, Re
         torch.set_num_threads(arguments.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
-    model = build(arguments.model, images, seed=arguments.seed)
-    replica = Replica(model, comm, lr=arguments.lr, momentum=arguments.momentum, algorithm=arguments.algorithm)
+    try:
+        model = build(arguments.model, images, seed=arguments.seed)
+    except ValueError as error:
+        raise Refused(f"--model {arguments.model}: {error}") from error
+    lr = arguments.lr or LEARNING_RATES[arguments.model]
+    replica = Replica(model, comm, lr=lr, momentum=arguments.momentum, algorithm=arguments.algorithm)
     return images, replica
 
 
@@ -237,7 +243,7 @@ def judge(epochs: list[Epoch], spread: float, target: float | None) -> str | Non
     last = epochs[-1]
     if not math.isfinite(last.loss):
         return f"the training diverged in epoch {last.number} (loss {last.loss:g}): try a smaller --lr"
-    if math.isnan(spread):
+    if not math.isfinite(spread):
         return f"after epoch {last.number} some parameters are not finite: try a smaller --lr"
     if spread != 0:
         return f"the ranks' parameters differ, by up to {spread:g}: they must be equal to the last bit"
@@ -262,7 +268,7 @@ def header(comm: MPI.Comm, arguments: argparse.Namespace, images: ImageSet, repl
         f"hpcdl train: ranks {comm.size}, threads {torch.get_num_threads()}, "
         f"all-reduce {arguments.algorithm}, model {arguments.model}, parameters {len(replica.parameters)}, "
         f"data {images.name} ({images.counts}), batch {comm.size} x {arguments.batch_size}, "
-        f"lr {arguments.lr:g}, momentum {arguments.momentum:g}, seed {arguments.seed}, {library}"
+        f"lr {replica.lr:g}, momentum {arguments.momentum:g}, seed {arguments.seed}, {library}"
     )
 
 

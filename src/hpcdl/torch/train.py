@@ -71,9 +71,11 @@ class Replica:
         return loss.item()
 
     def spread(self) -> float:
-        """The largest difference of a parameter between ranks; it should be 0, and is NaN if one is NaN."""
+        """The largest difference of a parameter between ranks; it should be 0, and is finite if all of them are."""
         # MPI's own all-reduce is the witness here: the one that may have gone wrong shall not judge itself.
-        highest, lowest = self.parameters.clone(), self.parameters.clone()
+        # MPI's max and min may drop a NaN, but no infinity.
+        highest = self.parameters.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        lowest = highest.clone()
         hpcdl.allreduce(highest, self.comm, op="max", algorithm="native")
         hpcdl.allreduce(lowest, self.comm, op="min", algorithm="native")
         return float((highest - lowest).max())
@@ -96,6 +98,8 @@ def mlp(rows: int, columns: int) -> nn.Module:
 
 def cnn(rows: int, columns: int) -> nn.Module:
     """Two convolutions of 3 x 3, each followed by a pooling, and one linear layer."""
+    if min(rows, columns) < 4:
+        raise ValueError(f"two poolings by 2 need images of at least 4 x 4, these are {rows} x {columns}")
     return nn.Sequential(
         nn.Unflatten(1, (1, rows)),
         nn.Conv2d(1, 16, 3, padding=1),

@@ -1,4 +1,7 @@
-"""Which algorithm? The one that costs least in the usual model: alpha a message, beta a byte, gamma a byte added."""
+"""Which algorithm? The one that costs least in the usual model: alpha a message, beta a byte, gamma a byte added.
+
+Floor 3. The module is not called choose, since importing it would then hide the function `hpcdl.choose`.
+"""
 
 from __future__ import annotations
 
