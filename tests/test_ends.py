@@ -1,0 +1,114 @@
+"""How jobs end: a rank that raises takes the others along, a good end prints nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.launch import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+RAISES = """
+import sys, numpy as np, hpcdl
+from mpi4py import MPI
+hpcdl.allreduce(np.ones(4))
+if MPI.COMM_WORLD.rank == 1:
+    raise RuntimeError("rank 1 has had enough")
+hpcdl.allreduce(np.ones(4))
+"""
+
+
+@pytest.mark.parametrize("runner", [(), ("-m", "mpi4py")], ids=["plain python", "mpi4py's runner"])
+def test_a_rank_that_raises_takes_the_job_down(runner: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    began = time.monotonic()
+    run = run_ranks(3, *runner, str(script), timeout_s=30)
+    assert time.monotonic() - began < 20
+    assert run.returncode != 0
+    output = run.stdout + run.stderr
+    assert "rank 1 has had enough" in output
+    assert "Traceback" in output
+
+
+def test_a_rank_that_raises_with_works_and_a_thread_in_flight(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import threading, time\n"
+        + RAISES.replace("if MPI", "work = hpcdl.iallreduce(np.ones(10**6)); plan = None\nif MPI").replace(
+            "    raise", "    threading.Thread(target=time.sleep, args=(60,)).start()\n    raise"
+        )
+    )
+    run = run_ranks(3, str(script), timeout_s=30)
+    assert run.returncode != 0
+    assert "rank 1 has had enough" in run.stdout + run.stderr
+
+
+def test_a_good_end_prints_nothing(tmp_path: Path) -> None:
+    """Plans left open, a work not waited for until late, communicators not freed: no word about it from MPI."""
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        """
+import numpy as np, hpcdl
+from mpi4py import MPI
+plan = hpcdl.plan_allreduce(np.ones(100))
+plan()
+own = MPI.COMM_WORLD.Dup()
+other = hpcdl.plan_reduce(np.ones(5), own)
+hpcdl.iallreduce(np.ones(7), own).wait()
+"""
+    )
+    run = run_ranks(3, str(script), timeout_s=60)
+    assert run.returncode == 0
+    assert (run.stdout + run.stderr).strip() == ""
+
+
+def test_a_forked_child_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        """
+import os, time, numpy as np, hpcdl
+hpcdl.allreduce(np.ones(4))
+if os.fork() == 0:
+    os.close(1); os.close(2)
+    time.sleep(2)
+    os._exit(0)
+hpcdl.allreduce(np.ones(4))
+"""
+    )
+    assert run_ranks(2, str(script), timeout_s=60).returncode == 0
+
+
+def worker(_: int) -> bool:
+    import hpcdl
+
+    return "mpi4py.MPI" not in sys.modules and hasattr(hpcdl, "allreduce")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_data_loaders_worker_may_import_it(method: str) -> None:
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.map_async(worker, [0]).get(60) == [True]
+
+
+@pytest.mark.parametrize("ranks", [1, 6])
+def test_the_first_example_prints_the_right_sum_by_each_algorithm(ranks: int) -> None:
+    import hpcdl
+
+    run = run_ranks(ranks, str(ROOT / "examples" / "allreduce.py"), timeout_s=60)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    sums = {words[0]: words[1:] for words in lines}
+    able = [name for name in hpcdl.algorithms() if name != "halving" or ranks == 1]
+    assert set(sums) == set(able)
+    assert all(words == ["sum:", str(ranks * (ranks + 1) // 2)] for words in sums.values())
+
+
+def test_600_ranks_are_proved_within_a_minute() -> None:
+    line = "import hpcdl.collectives as c; c.verify(c.schedule('binary_blocks', 600))"
+    subprocess.run([sys.executable, "-c", line], check=True, timeout=60)
