@@ -38,6 +38,7 @@ def medians(comm: MPI.Intracomm, competitors: dict[str, Competitor], rounds: int
 
 
 def shown(seconds: float) -> str:
+    """A time with its unit."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
@@ -87,6 +88,7 @@ def price_of_the_check(comm: MPI.Intracomm, rounds: int) -> list[str]:
 
 
 def main() -> None:
+    """Measure what the options ask for; rank 0 prints it as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--check", action="store_true", help="only measure what the check costs")

@@ -54,7 +54,9 @@ def test_any_group_of_ranks_will_do(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", collectives.ALGORITHMS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize(
-    ("add", "start"), [(lambda a, b: a + b, 1), (lambda a, b: a * b, 2), (min, 3), (max, 4)], ids=["+", "*", "min", "max"]
+    ("add", "start"),
+    [(lambda a, b: a + b, 1), (lambda a, b: a * b, 2), (min, 3), (max, 4)],
+    ids=["+", "*", "min", "max"],
 )
 def test_playing_gives_the_numbers_that_a_loop_gives(
     name: str, size: int, add: Callable[[int, int], int], start: int
@@ -163,7 +165,9 @@ class Broken:
         return self.wrong if rank == self.rank else self.right.rounds(rank)
 
 
-def with_step(rounds: list[Round], at: int, change: Callable[[Send | Reduce | Copy], Send | Reduce | Copy]) -> list[Round]:
+def with_step(
+    rounds: list[Round], at: int, change: Callable[[Send | Reduce | Copy], Send | Reduce | Copy]
+) -> list[Round]:
     first, *rest = rounds[at]
     return [*rounds[:at], (change(first), *rest), *rounds[at + 1 :]]
 
@@ -228,7 +232,7 @@ class Waiting:
 
 
 def test_sends_that_need_a_buffer_are_found_out() -> None:
-    with pytest.raises(ScheduleError, match="round 0, rank 0, Send.*stuck"):
+    with pytest.raises(ScheduleError, match=r"round 0, rank 0, Send.*stuck"):
         verify(Waiting())  # type: ignore[arg-type]
 
 
@@ -273,5 +277,5 @@ def test_the_package_has_one_name() -> None:
     file = Path(collectives.__file__)
     spec = importlib.util.spec_from_file_location("collectives", file)
     assert spec and spec.loader
-    with pytest.raises(ImportError, match="import this package as hpcdl.collectives"):
+    with pytest.raises(ImportError, match="import this package as hpcdl"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -103,7 +103,7 @@ def test_two_threads_on_communicators_of_their_own(comm: MPI.Intracomm) -> None:
 def test_many_works_in_flight_do_not_meet(comm: MPI.Intracomm) -> None:
     arrays = [np.full(50 + k, comm.rank + k) for k in range(60)]
     works = [hpcdl.iallreduce(x, comm, algorithm="ring") for x in arrays]
-    while not all([work.is_completed() for work in works]):
+    while not all(work.is_completed() for work in works):
         pass
     for k, x in enumerate(arrays):
         assert (x == sum(rank + k for rank in range(comm.size))).all()
