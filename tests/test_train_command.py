@@ -120,5 +120,5 @@ def test_without_torch_the_way_to_install_it_is_said_once(data: str) -> None:
     done = run_ranks(2, "-c", code, "train", "--data", data)
     (line,) = ours(done.stderr)
     assert line.startswith("hpcdl: PyTorch ")
-    assert "pip install 'hpcdl[torch]'" in line
+    assert "pip install 'hpcdl[train]'" in line
     assert done.returncode == 2

@@ -190,7 +190,7 @@ def prepare(comm: MPI.Comm, arguments: argparse.Namespace) -> tuple[ImageSet, Re
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         why = "is not installed" if missing else f"cannot be imported ({error})"
-        problem = f"PyTorch {why}: pip install 'hpcdl[torch]', or load your cluster's module of it"
+        problem = f"PyTorch {why}: pip install 'hpcdl[train]', or load your cluster's module of it"
     agree(comm, problem)
 
     cores = cores_per_rank(comm)  # on all ranks, also where the answer is not needed: it is a collective call
