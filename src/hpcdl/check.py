@@ -31,11 +31,10 @@ def agree(
     """
     if refusal is not None:
         call = f"{_kind(refusal)}{refusal}"
-    with channel.lock:  # with two threads, the number and the place in MPI's order must go together
+    with channel.lock:  # with two threads, the number and the place in MPI's order must go together: they give the tag
         number = channel.operation()
         if settings.CHECK:
-            # The number is in it: it tells a rank that has left a collective out.
-            code = zlib.crc32(call.encode()) << 24 | number % (1 << 24)
+            code = zlib.crc32(call.encode())
             mine, largest = np.array([code, -code]), np.empty(2, np.int64)
             request = channel.wire.Iallreduce([mine, MPI.INT64_T], [largest, MPI.INT64_T], MPI.MAX)
     if settings.CHECK:
@@ -54,16 +53,13 @@ def _kind(refusal: ValueError | TypeError) -> str:
 def _disagree(channel: Channel, call: str, number: int) -> Generator[MPI.Request, None, None]:
     """Exchange what every rank has called, and raise."""
     rows = np.zeros((channel.size, ROW_BYTES), np.uint8)
-    text = f"{call} (its collective number {number})".encode()[:ROW_BYTES]
+    text = call.encode()[:ROW_BYTES]
     rows[channel.rank, : len(text)] = list(text)
     vector = Vector(rows)
     handed = program("allgather", find("tree"), range(channel.size), channel.rank, Span(0, vector.size))
     with Plan(channel, Job(vector), handed, tag=TABLES + number % TAGS) as plan:
         yield from plan.steps()
     table = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-    # The number tells something only where it differs.
-    if len({row.rpartition(" (")[2] for row in table}) == 1:
-        table = [row.rpartition(" (")[0] for row in table]
     for kind, error in (("unsupported: ", UnsupportedArrayError), ("invalid: ", ValueError)):
         if any(row.startswith(kind) for row in table):
             raise error(f"a rank cannot take part in this collective, so none does:\n{_shown(table)}")
