@@ -256,7 +256,7 @@ class CupyFamily(Family):
             import cupy
         except ImportError:
             raise UnsupportedArrayError(
-                f"a {_kind(x)} in CUDA memory: CuPy would add it, and is not installed; "
+                f"a {_kind(x)} in CUDA memory: CuPy would add it, and cannot be imported; "
                 "pip install cupy-cuda12x (or cupy-cuda13x)"
             ) from None
         address, read_only = x.__cuda_array_interface__["data"]
