@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,19 @@ def makes_sense(dtype: str, op: str, layout: str) -> bool:
     return dtype != "bfloat16"
 
 
+def frozen(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember what was made, and let nobody change it: making the long ones anew took most of the tests' time."""
+
+    @lru_cache(maxsize=512)
+    def made(*case: Any) -> Any:
+        array = make(*case)
+        array.flags.writeable = False
+        return array
+
+    return made
+
+
+@frozen
 def numbers(dtype: str, op: str, n: int, rank: int) -> Any:
     """What a rank holds: integers so small that float16 adds and multiplies them exactly."""
     of_rank = (np.arange(n) * 7 + np.arange(n) // 5 + rank * 3) % 4
@@ -50,6 +64,7 @@ def numbers(dtype: str, op: str, n: int, rank: int) -> Any:
     return of_rank.astype("float32" if dtype == "bfloat16" else dtype)
 
 
+@frozen
 def expected(dtype: str, op: str, n: int, ranks: int) -> Any:
     """What every rank must hold in the end; in float32 for bfloat16, rounded as torch rounds."""
     every = [numbers(dtype, op, n, rank) for rank in range(ranks)]
@@ -90,7 +105,7 @@ def arrange(values: Any, layout: str, dtype: str) -> Arrangement:
     guard = np.asarray(GUARD % 2 if dtype == "bool" else GUARD).astype(dtype)
     if layout == "turned":
         shape = (n // columns(n), columns(n)) if n else (0, 3)
-        x = np.asfortranarray(values.reshape(shape))
+        x = values.reshape(shape).copy(order="F")
         return Arrangement(x, None, lambda: x.reshape(-1), lambda: True)
     base = np.full(2 * n + 7, guard)
     at = {"strided": slice(3, 3 + 2 * n, 2), "reversed": slice(n + 2, 2, -1)}.get(layout, slice(3, 3 + n))
@@ -107,7 +122,7 @@ def arrange(values: Any, layout: str, dtype: str) -> Arrangement:
 
 def arrange_torch(values: Any, layout: str, dtype: str) -> Arrangement:
     n = values.size
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
+    tensor = torch.from_numpy(values.copy()).to(getattr(torch, dtype))
     if layout == "torch turned":
         tensor = tensor.reshape((n // columns(n), columns(n)) if n else (0, 3)).t().contiguous().t()
 

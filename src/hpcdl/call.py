@@ -45,6 +45,10 @@ class Call:
 
     def start(self) -> Work:
         """The i form."""
+        if self.algorithm == "native":
+            # MPI matches its own collectives by their order, so this one must be posted now, not when the rank comes to
+            # wait for it: only the agreement on it is waited for.
+            return self.plan().start()
         return Work(*self._once())
 
     def plan(self) -> Plan:

@@ -21,12 +21,9 @@ from hpcdl.channel import Channel
 from hpcdl.collectives import Program, Reduce, Round, Send, Span, Step
 from hpcdl.device import mpi_reads_devices
 
-MESSAGE_BYTES = 1 << 30
-"""Longer messages are cut: an MPI count is a C int in many an MPI, and 2**31 bytes do not fit."""
-
-STAGE_BYTES = 4 << 20
-"""Messages are no longer than this: device memory that MPI cannot read goes through pinned host memory, and the copy
-of a piece overlaps with the way of the one before. The same for all memory, as ranks may hold theirs in different."""
+MESSAGE_BYTES = 4 << 20
+"""Longer messages are cut, on all ranks alike: MPI's counts are C ints in many an MPI, and device memory that MPI cannot
+read goes through pinned host memory piece by piece, one being copied while another travels."""
 
 UFUNCS = {"sum": "add", "mean": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
 
@@ -143,7 +140,7 @@ class Plan:
 
     def _longest(self, vector: Vector) -> int:
         """The number of elements in the longest message."""
-        return max(1, min(MESSAGE_BYTES, STAGE_BYTES) // vector.itemsize)
+        return max(1, MESSAGE_BYTES // vector.itemsize)
 
     def _keep(self, request: MPI.Prequest) -> MPI.Prequest:
         self._requests.append(request)

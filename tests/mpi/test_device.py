@@ -37,7 +37,7 @@ def gpu(comm: MPI.Intracomm, aware: bool, monkeypatch: pytest.MonkeyPatch) -> Gp
     monkeypatch.setattr(buffers, "FAMILIES", [StandInFamily(), *buffers.FAMILIES])
     monkeypatch.setattr(hpcdl.execute, "mpi_reads_devices", lambda: aware)
     monkeypatch.setattr(hpcdl.call, "mpi_reads_devices", lambda: aware)
-    monkeypatch.setattr(hpcdl.execute, "STAGE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(hpcdl.execute, "MESSAGE_BYTES", PIECE_BYTES)
     pretended = Gpu()
     own = hpcdl.channel.channel(comm)
     monkeypatch.setattr(own, "wire", Wire(pretended, own.wire))
@@ -276,7 +276,7 @@ def test_cupy_arrays_need_not_be_on_the_current_device(
 
 def test_an_array_of_another_library_is_reduced_in_its_own_memory(comm: MPI.Intracomm, cupy: Any) -> None:
     """Also on a device that is not the current one: cupy.asarray would copy, and the sum would go into the copy."""
-    memory = numbers("float32", "sum", 100, comm.rank)
+    memory = numbers("float32", "sum", 100, comm.rank).copy()
     cupy.state.known[memory.ctypes.data] = 1
     foreign = Foreign(memory)
     assert hpcdl.allreduce(foreign, comm) is foreign
