@@ -22,8 +22,8 @@ from hpcdl.collectives import Program, Reduce, Round, Send, Span, Step
 from hpcdl.device import mpi_reads_devices
 
 MESSAGE_BYTES = 4 << 20
-"""Longer messages are cut, on all ranks alike: MPI's counts are C ints in many an MPI, and device memory that MPI cannot
-read goes through pinned host memory piece by piece, one being copied while another travels."""
+"""Longer messages are cut, on all ranks alike: MPI counts may be C ints, and device memory that MPI cannot read goes
+through pinned host memory piece by piece, one being copied while another travels."""
 
 UFUNCS = {"sum": "add", "mean": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
 
