@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,10 @@ class Family:
     def mark_changed(self, x: Array) -> None:
         """Tell the library that x was written to behind its back."""
 
+    def holds(self, x: Array) -> float:
+        """How many bytes a reference to x keeps alive; infinity where nobody knows."""
+        return math.inf
+
     def host(self, flat: Array) -> npt.NDArray[np.uint8] | None:
         """The bytes of a flat array if they lie in host memory, else None."""
         raise NotImplementedError
@@ -95,14 +99,15 @@ class Device:
         raise NotImplementedError
 
 
-class Look:
+class Look(NamedTuple):
     """What an array is, as far as a collective must know before any data moves."""
 
-    def __init__(
-        self, dtype: str, shape: Sequence[int], strides: Sequence[int], itemsize: int, address: int, read_only: bool
-    ) -> None:
-        self.dtype, self.shape, self.strides, self.itemsize = dtype, tuple(shape), tuple(strides), itemsize
-        self.address, self.read_only = address, read_only
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    address: int
+    read_only: bool
 
     @property
     def size(self) -> int:
@@ -170,6 +175,10 @@ class NumpyFamily(Family):
         with np.errstate(over="ignore"):  # a sum beyond float16's range is inf, as in any float16 arithmetic
             target[...] = source
 
+    def holds(self, x: Array) -> float:
+        # A view may be all that is left of something large.
+        return float(x.nbytes) if type(x) is np.ndarray and x.flags.owndata else math.inf
+
     def host(self, flat: Array) -> npt.NDArray[np.uint8] | None:
         return flat.view(np.uint8)  # type: ignore[no-any-return]
 
@@ -193,7 +202,7 @@ class TorchFamily(Family):
         dtype = str(x.dtype).removeprefix("torch.")
         if x.device.type == "cuda" and dtype in ("uint16", "uint32", "uint64"):  # on a CPU NumPy adds them
             raise UnsupportedArrayError(f"a torch tensor of {dtype} on {x.device}, where torch cannot add {dtype}")
-        return Look(dtype, x.shape, [stride * item for stride in x.stride()], item, x.data_ptr(), False)
+        return Look(dtype, tuple(x.shape), tuple(stride * item for stride in x.stride()), item, x.data_ptr(), False)
 
     def flat(self, x: Array) -> tuple[Array, bool]:
         import torch
@@ -228,6 +237,11 @@ class TorchFamily(Family):
 
         with torch.no_grad():
             target.copy_(torch.from_numpy(source) if isinstance(source, np.ndarray) else source)
+
+    def holds(self, x: Array) -> float:
+        # What autograd has computed holds on to all it was computed from.
+        known = x.device.type == "cpu" and x.grad_fn is None
+        return float(x.untyped_storage().nbytes()) if known else math.inf
 
     def mark_changed(self, x: Array) -> None:
         import torch
@@ -392,7 +406,7 @@ class Vector:
         new.flat, new.packed = self.family.empty(self.flat, size, dtype or self.dtype), False
         new.array = new.flat
         itemsize = new.flat.dtype.itemsize
-        new.look = Look(dtype or self.dtype, [size], [itemsize], itemsize, 0, False)
+        new.look = Look(dtype or self.dtype, (size,), (itemsize,), itemsize, 0, False)
         new._reach()
         return new
 

@@ -8,13 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
 from hpcdl import collectives
-from hpcdl.buffers import HALVES, INTEGERS, Action, Array, Family, Vector, same_memory, shares_memory
-from hpcdl.channel import CALLS, PLANS, TAGS, Channel, channel
+from hpcdl.buffers import (
+    FAMILIES,
+    HALVES,
+    INTEGERS,
+    Action,
+    Array,
+    Family,
+    Look,
+    Vector,
+    same_memory,
+    shares_memory,
+)
+from hpcdl.channel import CALLS, PLAIN, PLANS, TAGS, Channel, channel
 from hpcdl.check import agree
 from hpcdl.choice import choose_for
 from hpcdl.collectives import Program, Span
@@ -23,6 +34,20 @@ from hpcdl.errors import UnsupportedArrayError
 from hpcdl.execute import Job, Native, Plan, Steps, Work, finish
 
 OPS = ("sum", "mean", "min", "max", "prod")
+
+# Binding costs some 100 us, which for a short array is more than all the rest. A kept plan keeps its array alive: 2 MiB
+# a communicator at most.
+KEPT_PLANS, KEPT_BYTES = 32, 64 << 10
+
+
+class Kept(NamedTuple):
+    """A plan kept for the next plain call on the same array, which it keeps alive: its id cannot come again."""
+
+    plan: Plan
+    name: str
+    family: Family
+    look: Look | None
+    x: Array
 
 
 @dataclass(frozen=True)
@@ -38,51 +63,88 @@ class Call:
     root: int = 0
 
     def run(self) -> Any:
-        """The plain form: agree, bind, run, free."""
-        steps, result = self._once()
-        finish(steps)
-        return result()
+        """The plain form: agree, bind, run, free. The plan of a small array is kept for the next call on it."""
+        own = channel(self.comm)
+        plan = self._kept(own)
+        keep = plan is not None
+        if plan is None:
+            bound, _ = finish(self._agreed(own, ""))
+            plan = bound.plan(own, PLAIN)
+            keep = self._keep(own, plan, str(bound))
+        try:
+            return plan()
+        except BaseException:
+            own.interrupted = True
+            raise
+        finally:
+            if not keep:
+                plan.close()
 
     def start(self) -> Work:
         """The i form."""
+        own = channel(self.comm)
         if self.algorithm == "native":
             # MPI matches its own collectives by their order, so this one must be posted now, not when the rank comes to
             # wait for it: only the agreement on it is waited for.
-            return self.plan().start()
-        return Work(*self._once())
+            bound, _ = finish(self._agreed(own, "i"))
+            return bound.plan(own, CALLS).start()
+        results: list[Any] = []
+
+        def steps() -> Steps:
+            bound, number = yield from self._agreed(own, "i")
+            with bound.plan(own, CALLS + number % TAGS) as plan:
+                yield from plan.steps()
+                results.append(plan.result())
+
+        return Work(steps(), lambda: results[0])
 
     def plan(self) -> Plan:
         """The plan form: agree and bind."""
         own = channel(self.comm)
-        made: list[Plan] = []
+        bound, number = finish(self._agreed(own, "plan_"))
+        return bound.plan(own, PLANS + number % TAGS)
 
-        def make() -> Steps:
-            made.append((yield from self._agreed(own, PLANS)))
-
-        finish(make())
-        return made[0]
-
-    def _once(self) -> tuple[Steps, Callable[[], Any]]:
-        own = channel(self.comm)
-        results: list[Any] = []
-
-        def steps() -> Steps:
-            with (yield from self._agreed(own, CALLS)) as plan:
-                yield from plan.steps()
-                results.append(plan.result())
-
-        return steps(), lambda: results[0]
-
-    def _agreed(self, own: Channel, tags: int) -> Generator[MPI.Request, None, Plan]:
-        """The plan, once the ranks agree on the call; what any rank must refuse, all raise."""
+    def _agreed(self, own: Channel, form: str) -> Generator[MPI.Request, None, tuple[Bound, int]]:
+        """The call, checked, once the ranks agree on it and on its form; what any rank must refuse, all raise."""
         bound, refusal = None, None
         try:
             bound = Bound(self, own)
         except (TypeError, ValueError) as error:
             refusal = error
-        number = yield from agree(own, str(bound), refusal)
+        number = yield from agree(own, f"{form}{bound}", refusal)
         assert bound is not None  # a refusal has been raised
-        return bound.plan(own, tags + number % TAGS)
+        return bound, number
+
+    def _key(self) -> tuple[object, ...] | None:
+        """What tells the plans of an array apart; None for a call whose plan is not kept."""
+        plain = self.out is None and isinstance(self.op, (str, type(None))) and isinstance(self.algorithm, str)
+        return (self.collective, id(self.x), self.op, self.algorithm, self.root) if plain else None
+
+    def _kept(self, own: Channel) -> Plan | None:
+        """The plan of an earlier call like this one, if its array is as it was then; agreed on anew."""
+        kept = own.kept.get(self._key())
+        if kept is None or kept.plan.state != "idle" or kept.look != _look(kept.family, self.x):
+            return None
+        finish(agree(own, kept.name))
+        return kept.plan
+
+    def _keep(self, own: Channel, plan: Plan, name: str) -> bool:
+        """Keep the plan, if that keeps little memory alive."""
+        key, known = self._key(), next((known for known in FAMILIES if known.owns(self.x)), None)
+        if key is None or known is None or known.holds(self.x) > KEPT_BYTES:
+            return False
+        own.kept[key] = Kept(plan, name, known, _look(known, self.x), self.x)
+        if len(own.kept) > KEPT_PLANS:
+            own.kept.pop(next(iter(own.kept))).plan.close()
+        return True
+
+
+def _look(known: Family, x: Array) -> Look | None:
+    """What x is; None for what has become something that cannot be served since it was kept."""
+    try:
+        return known.look(x)
+    except UnsupportedArrayError:
+        return None
 
 
 class Bound:

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from hpcdl.errors import HpcdlError
+
 if TYPE_CHECKING:
+    from hpcdl.call import Kept
     from hpcdl.execute import Plan
 
-# MPI promises tags up to 32767, and what is in flight at once needs a tag of its own: single calls, plans, and the
+# MPI promises tags up to 32767, and what is in flight at once needs a tag of its own: works, plans, and the
 # tables of ranks that disagree count through a range each, by the number of the operation.
 TAGS = 8192
 CALLS, PLANS, TABLES = 0, TAGS, 2 * TAGS
+PLAIN = 3 * TAGS
+"""The tag of all plain calls: a rank makes one after the other, and messages between two ranks keep their order."""
 
 
 class Channel:
@@ -31,6 +36,8 @@ class Channel:
         self.wire: MPI.Intracomm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self.kept: dict[tuple[object, ...] | None, Kept] = {}
+        self.interrupted = False
         self.lock = threading.Lock()
         self._operations = 0
 
@@ -48,6 +55,7 @@ class Channel:
         """Free what can be freed without the other ranks."""
         for plan in list(self.plans):
             plan.close()
+        self.kept.clear()
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -69,6 +77,11 @@ def channel(comm: MPI.Comm | None = None) -> Channel:
         known = Channel(comm)
         comm.Set_attr(_keyval, known)
         _channels.add(known)
+    if known.interrupted:
+        raise HpcdlError(
+            "a collective on this communicator was interrupted half-way, so the messages of one call could be taken "
+            "for another's: go on with a new communicator, as from comm.Dup()"
+        )
     return known
 
 

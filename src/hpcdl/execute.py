@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ through pinned host memory piece by piece, one being copied while another travel
 
 UFUNCS = {"sum": "add", "mean": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
 
+Result = TypeVar("Result")
 Steps: TypeAlias = Generator[MPI.Request, None, None]
 """A collective under way: it yields each request that it cannot go on without."""
 
@@ -60,7 +61,7 @@ class Plan:
         self._channel, self._vector, self._tag = channel, job.vector, tag
         self._before, self._after, self.result = list(job.before), list(job.after), job.result
         self._requests: list[MPI.Prequest] = []
-        self._state: Literal["idle", "in flight", "closed"] = "idle"
+        self.state: Literal["idle", "in flight", "closed"] = "idle"
         self._stage = self._pinned(program)
         self._rounds = self._bind(program, job.op, raw)
         channel.plans.add(self)
@@ -191,14 +192,14 @@ class Plan:
                 action()
         for action in self._after:
             action()
-        self._state = "idle"
+        self.state = "idle"
 
     def begin(self) -> None:
         """Take the plan for one run. RuntimeError if it is closed, or in flight."""
-        if self._state != "idle":
-            hint = "wait for its work first" if self._state == "in flight" else "make another"
-            raise RuntimeError(f"this plan is {self._state}; {hint}")
-        self._state = "in flight"
+        if self.state != "idle":
+            hint = "wait for its work first" if self.state == "in flight" else "make another"
+            raise RuntimeError(f"this plan is {self.state}; {hint}")
+        self.state = "in flight"
 
     def __call__(self) -> Any:
         """Run the collective once, on what the array holds now; the result, as the plain function returns it."""
@@ -212,11 +213,11 @@ class Plan:
     def close(self) -> None:
         """Free the requests; the plan cannot be called any more. Local: the other ranks need not take part."""
         requests, self._requests, self._rounds = self._requests, [], []
-        if self._state == "idle" and not MPI.Is_finalized():
+        if self.state == "idle" and not MPI.Is_finalized():
             for request in requests:
                 request.Free()
         # In flight, as after an error, the requests are MPI's: dropped, not freed.
-        self._state = "closed"
+        self.state = "closed"
 
     def __enter__(self) -> Plan:
         return self
@@ -312,9 +313,13 @@ def wait(request: MPI.Request, me: Work | None = None) -> Literal[True]:
     return True
 
 
-def finish(steps: Steps) -> None:
-    """Drive a collective to its end, waiting."""
-    for request in steps:
+def finish(steps: Generator[MPI.Request, None, Result]) -> Result:
+    """Drive a collective to its end, waiting; what it returns."""
+    while True:
+        try:
+            request = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
         wait(request)
 
 
@@ -348,7 +353,7 @@ class Native(Plan):
             self._channel.wire.Allreduce(MPI.IN_PLACE, self._message, self._op)
         for action in self._after:
             action()
-        self._state = "idle"
+        self.state = "idle"
 
 
 def _mpi_types() -> dict[str, MPI.Datatype]:

@@ -35,8 +35,8 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "another operation": (lambda x, c: hpcdl.allreduce(x, c, op="max"), ["allreduce sum", "allreduce max"]),
     "another algorithm": (lambda x, c: hpcdl.allreduce(x, c, algorithm="ring"), ["by ring"]),
     "another collective": (lambda x, c: hpcdl.allgather(x, c), ["allgather of", "allreduce sum of"]),
-    "another form": (lambda x, c: hpcdl.iallreduce(np.ones(3), c).wait(), ["float64 3"]),
-    "a plan": (lambda x, c: hpcdl.plan_allreduce(np.ones(3), c), ["float64 3"]),
+    "another form": (lambda x, c: hpcdl.iallreduce(x, c).wait(), ["iallreduce sum of float64 10"]),
+    "a plan": (lambda x, c: hpcdl.plan_allreduce(x, c), ["plan_allreduce sum of float64 10"]),
     "a barrier": (lambda x, c: hpcdl.barrier(c), ["uint8 1"]),
 }
 

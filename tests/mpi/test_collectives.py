@@ -148,15 +148,6 @@ def test_a_blocking_call_lets_the_others_works_go_on(comm: MPI.Intracomm) -> Non
     assert (work.result() == comm.size).all()
 
 
-def test_the_plain_form_meets_the_i_form(comm: MPI.Intracomm) -> None:
-    x = np.ones(10)
-    if comm.rank == 0:
-        hpcdl.iallreduce(x, comm).wait()
-    else:
-        hpcdl.allreduce(x, comm)
-    assert (x == comm.size).all()
-
-
 def test_a_plan_takes_what_the_array_holds_at_each_call(comm: MPI.Intracomm) -> None:
     for name in collectives.names(comm.size):
         base = np.zeros((7, 10), np.float32)

@@ -131,3 +131,85 @@ def test_without_the_check_a_refusal_is_local(comm: MPI.Intracomm, monkeypatch: 
         with pytest.raises(TypeError, match="a str"):
             hpcdl.allreduce("x", comm)
     assert hpcdl.allreduce(np.ones(3), comm)[0] == 2
+
+
+# ---- kept plans ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_kept_plan_notices_that_its_array_has_changed(comm: MPI.Intracomm) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = np.ones(4)
+    for _ in range(3):
+        hpcdl.allreduce(x, comm)
+    assert (x == comm.size**3).all()
+    x.resize(6, refcheck=False)  # other memory
+    x[...] = 2
+    assert (hpcdl.allreduce(x, comm) == 2 * comm.size).all()
+    x.shape = (2, 3)
+    assert (hpcdl.allreduce(x, comm) == 2 * comm.size**2).all()
+    x.flags.writeable = False
+    with pytest.raises(TypeError, match="read-only"):
+        hpcdl.allreduce(x, comm)
+    t = torch.ones(3)
+    hpcdl.allreduce(t, comm)
+    t.data = torch.full((3,), 5.0)
+    assert (hpcdl.allreduce(t, comm) == 5 * comm.size).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_need_not_keep_the_same_plans(comm: MPI.Intracomm) -> None:
+    """One rank calls with the same array each time, another with a new one, a third with a view."""
+    mine = np.ones(10)
+    for step in range(50):
+        if comm.rank == 1:
+            mine = np.ones(10)
+        elif comm.rank == 2:
+            mine = np.ones(20)[::2]
+        mine[...] = step
+        assert (hpcdl.allreduce(mine, comm) == step * comm.size).all()
+        assert hpcdl.allreduce(np.full(3 + step, 1), comm)[0] == comm.size
+
+
+@pytest.mark.ranks(1, 2)
+def test_kept_plans_keep_little_alive(comm: MPI.Intracomm) -> None:
+    import weakref
+
+    from hpcdl.call import KEPT_PLANS
+    from hpcdl.channel import channel
+
+    large = np.ones((1000, 1000))
+    watch = weakref.ref(large)
+    hpcdl.allreduce(large, comm)
+    hpcdl.allreduce(large[0, :5], comm)
+    del large
+    gc.collect()
+    assert watch() is None
+    for _ in range(2 * KEPT_PLANS):
+        hpcdl.allreduce(np.ones(3), comm)
+    assert len(channel(comm).kept) == KEPT_PLANS
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    weights = torch.ones(3, requires_grad=True)
+    product = weights * 2
+    watch = weakref.ref(product)
+    hpcdl.allreduce(product, comm)
+    del product
+    gc.collect()
+    assert watch() is None
+
+
+@pytest.mark.ranks(2)
+def test_a_communicator_interrupted_half_way_says_so(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    duplicate = comm.Dup()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcdl.execute.Plan.steps", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hpcdl.allreduce(np.ones(3), duplicate)
+    with pytest.raises(hpcdl.HpcdlError, match="interrupted half-way"):
+        hpcdl.allreduce(np.ones(3), duplicate)
+    assert hpcdl.allreduce(np.ones(3), comm)[0] == 2
+    duplicate.Free()
