@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpi4py import MPI
 
@@ -31,23 +31,13 @@ from hpcdl.choice import choose_for
 from hpcdl.collectives import Program, Span
 from hpcdl.device import mpi_reads_devices
 from hpcdl.errors import UnsupportedArrayError
-from hpcdl.execute import Job, Native, Plan, Steps, Work, finish
+from hpcdl.execute import Job, Kept, Native, Plan, Steps, Work, finish
 
 OPS = ("sum", "mean", "min", "max", "prod")
 
 # Binding costs some 100 us, which for a short array is more than all the rest. A kept plan keeps its array alive: 2 MiB
 # a communicator at most.
 KEPT_PLANS, KEPT_BYTES = 32, 64 << 10
-
-
-class Kept(NamedTuple):
-    """A plan kept for the next plain call on the same array, which it keeps alive: its id cannot come again."""
-
-    plan: Plan
-    name: str
-    family: Family
-    look: Look | None
-    x: Array
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from mpi4py import MPI
 from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:
-    from hpcdl.call import Kept
-    from hpcdl.execute import Plan
+    from hpcdl.execute import Kept, Plan
 
 # MPI promises tags up to 32767, and what is in flight at once needs a tag of its own: works, plans, and the
 # tables of ranks that disagree count through a range each, by the number of the operation.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from hpcdl.buffers import HALVES, Action, Vector, segments
+from hpcdl.buffers import HALVES, Action, Array, Family, Look, Vector, segments
 from hpcdl.channel import Channel
 from hpcdl.collectives import Program, Reduce, Round, Send, Span, Step
 from hpcdl.device import mpi_reads_devices
@@ -230,6 +230,16 @@ class Plan:
     def __del__(self) -> None:
         if getattr(self, "_requests", None):
             self.close()
+
+
+class Kept(NamedTuple):
+    """A plan kept for the next plain call on the same array, which it keeps alive: its id cannot come again."""
+
+    plan: Plan
+    name: str
+    family: Family
+    look: Look | None
+    x: Array
 
 
 def _received(steps: Sequence[Step]) -> int:
