@@ -11,10 +11,12 @@ if __name__ != "hpcdl.collectives":
     # Under a second name there would be two classes Send, and isinstance would fail in silence.
     raise ImportError(f"import this package as hpcdl.collectives, not as {__name__}")
 
+from .by_node import packed
 from .catalogue import ALGORITHMS, Algorithm, find, names
 from .cost import Cost, Link, counts, seconds
 from .play import ScheduleError, play, verify
-from .schedule import Copy, Reduce, Round, Send, Span, Step, cut, deal, mirror, overlap
+from .predict import parts, predicted
+from .schedule import Copy, Nodes, Reduce, Round, Send, Span, Step, cut, deal, mirror, overlap
 from .whole import COLLECTIVES, Program, Schedule, program, schedule
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Copy",
     "Cost",
     "Link",
+    "Nodes",
     "Program",
     "Reduce",
     "Round",
@@ -39,7 +42,10 @@ __all__ = [
     "mirror",
     "names",
     "overlap",
+    "packed",
+    "parts",
     "play",
+    "predicted",
     "program",
     "schedule",
     "seconds",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .schedule import Reduce, Send
 
@@ -16,6 +17,10 @@ class Cost(NamedTuple):
     messages: int
     sent: float
     added: float
+
+
+CostOf: TypeAlias = Callable[[int, float], Cost]
+"""Of an all-reduce of n bytes on `size` ranks: cost(size, n)."""
 
 
 class Link(NamedTuple):

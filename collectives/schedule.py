@@ -11,7 +11,7 @@ A schedule is, for each rank, a list of rounds; a round is a tuple of steps. Wha
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -53,6 +53,10 @@ Step: TypeAlias = Send | Reduce | Copy
 Round: TypeAlias = tuple[Step, ...]
 Rounds: TypeAlias = Generator[Round, None, Span]
 """What an algorithm is: it yields rounds and returns the span that I hold reduced at the end."""
+Gather: TypeAlias = Callable[[Sequence[int], int, Span], Rounds]
+"""An algorithm that still has to be given its group, my place in it and a span: gather(group, me, span)."""
+Nodes: TypeAlias = tuple[tuple[int, ...], ...]
+"""The ranks of each node."""
 
 
 def cut(span: Span, parts: int) -> list[Span]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from .by_node import packed
 from .catalogue import Algorithm, find
-from .schedule import Round, Rounds, Span, cut, deal, mirror
+from .schedule import Nodes, Round, Rounds, Span, cut, deal, mirror
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "reduce", "broadcast")
 
@@ -44,7 +45,7 @@ def program(collective: str, algorithm: Algorithm, group: Sequence[int], me: int
     reducing, finished = _drain(algorithm.gather(group, me, span))
     if collective == "allreduce":
         return Program(reducing, finished, mirror(reducing))
-    dealt = deal(group, me, _owned(algorithm, size, span), wanted)
+    dealt = deal(group, me, _owned(algorithm, tuple(group), span), wanted)
     if collective in ("reduce_scatter", "reduce"):
         return Program(reducing, finished, [dealt] if dealt else [])
     return Program([], Span(span.lo, span.lo), mirror([*reducing, dealt]))
@@ -61,11 +62,11 @@ def _drain(rounds: Rounds) -> tuple[list[Round], Span]:
 
 
 @lru_cache(maxsize=64)
-def _owned(algorithm: Algorithm, size: int, span: Span) -> list[Span]:
+def _owned(algorithm: Algorithm, group: tuple[int, ...], span: Span) -> list[Span]:
     """What each place holds reduced at the end."""
     if algorithm.in_order:
-        return cut(span, size)
-    return [_drain(algorithm.gather(range(size), place, span))[1] for place in range(size)]
+        return cut(span, len(group))
+    return [_drain(algorithm.gather(group, place, span))[1] for place in range(len(group))]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Schedule:
     n: int
     root: int = 0
     """A rank of the group."""
+    nodes: Nodes | None = None
+    """The ranks on each node, for the algorithms that tell nodes apart."""
 
     @property
     def size(self) -> int:
@@ -87,7 +90,7 @@ class Schedule:
     def program(self, rank: int) -> Program:
         """The rank's rounds, in the two halves."""
         place, root = list(self.group).index(rank), list(self.group).index(self.root)
-        algorithm = find(self.algorithm, self.size, self.collective)
+        algorithm = find(self.algorithm, self.size, self.collective, self.nodes)
         return program(self.collective, algorithm, self.group, place, Span(0, self.n), root)
 
     def rounds(self, rank: int) -> list[Round]:
@@ -96,7 +99,8 @@ class Schedule:
         return [*reducing, *handing]
 
     def __str__(self) -> str:
-        return f"{self.collective} by {self.algorithm} of {self.n} elements on {self.size} ranks"
+        nodes = "" if self.nodes is None else f" on the nodes {self.nodes}"
+        return f"{self.collective} by {self.algorithm} of {self.n} elements on {self.size} ranks{nodes}"
 
 
 def schedule(
@@ -104,6 +108,7 @@ def schedule(
     size: int,
     n: int | None = None,
     *,
+    nodes: Sequence[int] | Sequence[Sequence[int]] | None = None,
     collective: str = "allreduce",
     group: Sequence[int] | None = None,
     root: int | None = None,
@@ -111,15 +116,31 @@ def schedule(
     """The schedule of an algorithm by name.
 
     `n` elements (two for each rank and one more, unless given) on the ranks 0, 1, ..., size - 1, or on those
-    of `group`, in its order. ValueError for an unknown name, or an algorithm that cannot serve so many ranks.
+    of `group`, in its order. `nodes` are the ranks of each node, or the sizes of nodes that are filled with the group's
+    ranks one after the other; one node unless given. ValueError for an unknown name, or an algorithm that cannot serve
+    so many ranks or nodes.
     """
     ranks = range(size) if group is None else tuple(group)
     if size < 1 or len(ranks) != size or len(set(ranks)) != size:
         raise ValueError(f"a group of {size} different ranks is needed, not {ranks}")
     if root is not None and root not in ranks:
         raise ValueError(f"root {root} is none of the ranks {ranks}")
-    found = find(name, size, collective)
+    grouped = None if nodes is None else _grouped(nodes, ranks)
+    found = find(name, size, collective, grouped)
     elements = 2 * size + 1 if n is None else n
     if elements < 0:
         raise ValueError(f"n is a number of elements, not {n}")
-    return Schedule(collective, found.name, ranks, elements, ranks[0] if root is None else root)
+    return Schedule(collective, found.name, ranks, elements, ranks[0] if root is None else root, grouped)
+
+
+def _grouped(nodes: Sequence[int] | Sequence[Sequence[int]], group: Sequence[int]) -> Nodes:
+    """The nodes by their ranks, whichever way they were given."""
+    sizes = [node for node in nodes if isinstance(node, int)]
+    listed = tuple(tuple(node) for node in nodes if not isinstance(node, int))
+    grouped = packed(sizes, group) + listed
+    held = sum(sizes) + sum(map(len, listed))
+    if held != len(group) or {rank for node in grouped for rank in node} != set(group):
+        raise ValueError(f"the nodes {nodes} hold {held} ranks, not each of the {len(group)} ranks {group} once")
+    if min([*sizes, *map(len, listed)]) < 1:
+        raise ValueError(f"every node holds at least one rank; not so in {nodes}")
+    return grouped
