@@ -11,6 +11,8 @@ from hpcdl.api import (
     barrier,
     broadcast,
     choose,
+    empty,
+    explain,
     iallgather,
     iallreduce,
     ibarrier,
@@ -26,6 +28,7 @@ from hpcdl.api import (
     reduce,
     reduce_scatter,
     share,
+    zeros,
 )
 from hpcdl.errors import HpcdlError, MismatchError, UnsupportedArrayError
 
@@ -42,6 +45,8 @@ __all__ = [
     "broadcast",
     "choose",
     "collectives",
+    "empty",
+    "explain",
     "iallgather",
     "iallreduce",
     "ibarrier",
@@ -57,4 +62,5 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "share",
+    "zeros",
 ]

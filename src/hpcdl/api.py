@@ -16,17 +16,21 @@ Common to all of them:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcdl import collectives
-from hpcdl.buffers import Array
+from hpcdl.buffers import Array, lengths_of
 from hpcdl.collectives import Span
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import NDArray
 
     from hpcdl.call import Call
+    from hpcdl.choice import Explanation
     from hpcdl.execute import Plan, Work
 
 
@@ -165,17 +169,52 @@ def plan_broadcast(
 
 def barrier(comm: MPI.Comm | None = None) -> None:
     """Wait until all ranks have called it."""
-    _barrier(comm).run()
+    from hpcdl import call
+
+    call.barrier(comm)
 
 
 def ibarrier(comm: MPI.Comm | None = None) -> Work:
     """Start a `barrier`: its work is complete when all ranks have started theirs."""
-    return _barrier(comm).start()
+    from hpcdl import call
+
+    return call.start_barrier(comm)
 
 
 def plan_barrier(comm: MPI.Comm | None = None) -> Plan:
     """Bind a `barrier`, to be called often."""
-    return _barrier(comm).plan()
+    return _call()("allreduce", bytearray(1), comm, "max", "doubling").plan()
+
+
+def empty(shape: int | Sequence[int], dtype: str | type = "float32", comm: MPI.Comm | None = None) -> NDArray[Any]:
+    """A NumPy array in memory that all ranks of the node map: an all-reduce on it copies nothing. A collective call.
+
+    All ranks ask for the same shape and type. The array is this rank's own, to be used like any other, for as long as
+    somebody holds it or a view of it, also after the communicator was freed. During a collective on it the other ranks
+    of the node read and write it. It begins on a page, and holds zeros. Where /dev/shm has too little room for it,
+    rank 0 warns once and all ranks get arrays of their own, which are reduced through messages.
+    """
+    import numpy as np
+
+    from hpcdl.call import Wanted, allocate_array
+
+    def wanted() -> Wanted:
+        kind = np.dtype(dtype)
+        name, lengths = lengths_of(shape, kind.name if kind.isnative else kind.str)
+        size = math.prod(lengths)
+        return Wanted(
+            size * kind.itemsize,
+            f"{name} {lengths}",
+            lambda memory, place: np.frombuffer(memory, kind, size, place).reshape(lengths),
+            lambda: np.zeros(lengths, kind),
+        )
+
+    return allocate_array(wanted, comm)  # type: ignore[no-any-return]
+
+
+def zeros(shape: int | Sequence[int], dtype: str | type = "float32", comm: MPI.Comm | None = None) -> NDArray[Any]:
+    """An `empty` array, which holds zeros from the start."""
+    return empty(shape, dtype, comm)
 
 
 def share(n: int, comm: MPI.Comm | None = None) -> slice:
@@ -187,16 +226,50 @@ def share(n: int, comm: MPI.Comm | None = None) -> slice:
 
 
 def algorithms() -> tuple[str, ...]:
-    """The names that `algorithm=` takes: "auto" chooses, "native" is MPI's own all-reduce, for comparison."""
-    return (*collectives.ALGORITHMS, "native", "auto")
+    """The names that `algorithm=` takes.
+
+    "auto" chooses; "native" is MPI's own all-reduce, for comparison; "shared" sums in memory that the ranks of one node
+    share; "by_node:X" runs X between nodes, with X any of the names before by_node.
+    """
+    return (*collectives.ALGORITHMS, "shared", "native", "auto")
 
 
-def choose(nbytes: int, comm: MPI.Comm | None = None, *, collective: str = "allreduce") -> str:
-    """The algorithm that `auto` takes for so many bytes."""
-    from hpcdl.channel import channel
+def choose(
+    nbytes: int,
+    comm: MPI.Comm | None = None,
+    *,
+    collective: str = "allreduce",
+    dtype: str = "float32",
+    kind: str = "private",
+) -> str:
+    """The algorithm that `auto` takes for so many bytes in arrays of a kind: "private", "shared" or "device".
+
+    The first call on a communicator is a collective one.
+    """
+    from hpcdl.call import channel, shape_of
     from hpcdl.choice import choose_for
 
-    return choose_for(collective, nbytes, channel(comm).size)
+    own = channel(comm)
+    return choose_for(collective, nbytes, shape_of(own), dtype, kind, own.table)
+
+
+def explain(
+    nbytes: int,
+    comm: MPI.Comm | None = None,
+    *,
+    collective: str = "allreduce",
+    dtype: str = "float32",
+    kind: str = "private",
+) -> Explanation:
+    """What `auto` takes and why, with every candidate's predicted and, if it was tuned, measured time. Print it.
+
+    The first call on a communicator is a collective one.
+    """
+    from hpcdl.call import channel, shape_of
+    from hpcdl.choice import explained
+
+    own = channel(comm)
+    return explained(collective, nbytes, shape_of(own), dtype, kind, own.table)
 
 
 @cache
@@ -206,7 +279,3 @@ def _call() -> type[Call]:
     from hpcdl.call import Call
 
     return Call
-
-
-def _barrier(comm: MPI.Comm | None) -> Call:
-    return _call()("allreduce", bytearray(1), comm, "max", "doubling")

@@ -1,4 +1,4 @@
-"""What the library keeps for a communicator: a private duplicate, and a count of the operations.
+"""What the library keeps for a communicator: a private duplicate, who shares memory, and a count of the operations.
 
 Our messages travel on the duplicate, so they never meet the user's. It is an MPI attribute of the communicator and
 is freed with it.
@@ -7,18 +7,29 @@ is freed with it.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
+import warnings
 import weakref
+from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
 
+from hpcdl import settings
 from hpcdl.errors import HpcdlError
+from hpcdl.shared import WORD, Board, Gate, Memory, allocate, exchange, label
+from hpcdl.topology import group_by, parse_nodes
 
 if TYPE_CHECKING:
-    from hpcdl.execute import Kept, Plan
+    from hpcdl.call import Kept
+    from hpcdl.execute import Plan
+    from hpcdl.inside import Staging
+    from hpcdl.tuning import Table
+
+Result = TypeVar("Result")
 
 # MPI promises tags up to 32767, and what is in flight at once needs a tag of its own: works, plans, and the
 # tables of ranks that disagree count through a range each, by the number of the operation.
@@ -35,10 +46,46 @@ class Channel:
         self.wire: MPI.Intracomm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self.kept: dict[tuple[object, ...] | None, Kept] = {}
+        self.kept: dict[tuple[object, ...], Kept] = {}
         self.interrupted = False
         self.lock = threading.Lock()
         self._operations = 0
+
+        self.members = tuple(_now(exchange(self.wire, f"{os.getpid()} {_node()}")))
+        self.nodes: tuple[tuple[int, ...], ...] = group_by([member.partition(" ")[2] for member in self.members])
+        """The ranks of each node."""
+        self.node = next(ranks for ranks in self.nodes if self.rank in ranks)
+        self.board: Board | None = None
+        self.no_memory = "" if settings.SHARED else "HPCDL_SHARED=0"
+        """Why the ranks of a node share no memory; empty if they do, or nobody has tried yet."""
+        # What the plain calls share: they come one after the other.
+        self.gate: Gate | None = None
+        self.staging: Staging | None = None
+        if len(self.nodes) == 1 < self.size and settings.SHARED:
+            memory = _now(allocate(self.wire, self.node, Board.END * WORD))
+            if isinstance(memory, Memory):
+                self.board = Board(memory, self.rank, self.poke)
+                self.gate = Gate(memory, 0, self.rank, self.poke)
+            else:
+                self.refuse_memory(memory)
+        self.table: Table | None = None
+        self.tuned = False
+        """Has the table been looked for?"""
+
+    def refuse_memory(self, reason: str) -> None:
+        """Go on without shared memory: all ranks have been given this reason."""
+        self.no_memory = reason
+        self.forget_plans()  # which meet in the memory; a rank whose array is new would not come
+        if self.rank == 0:
+            warnings.warn(
+                f"no memory is shared between the ranks, so all goes through messages, which are slower ({reason})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def poke(self) -> None:
+        """Let MPI work on the messages of others."""
+        self.wire.Iprobe()
 
     def operation(self) -> int:
         """The number of this operation: equal on all ranks, as they start their collectives in one order."""
@@ -48,6 +95,7 @@ class Channel:
     def close(self) -> None:
         """Free what is bound to the duplicate, and the duplicate itself (a collective call)."""
         self.release()
+        self.board = self.gate = self.staging = None
         self.wire.Free()
 
     def release(self) -> None:
@@ -55,6 +103,28 @@ class Channel:
         for plan in list(self.plans):
             plan.close()
         self.kept.clear()
+
+    def forget_plans(self) -> None:
+        """Close the kept plans: the next plain calls bind theirs anew."""
+        for kept in self.kept.values():
+            kept.plan.close()
+        self.kept.clear()
+
+
+def _node() -> str:
+    """What is equal on the ranks of one node, whether it is a real one or pretended."""
+    pretended = parse_nodes(settings.NODES, MPI.COMM_WORLD.size) if settings.NODES else ()
+    number = next((number for number, ranks in enumerate(pretended) if MPI.COMM_WORLD.rank in ranks), "")
+    return f"{label()} {number}"
+
+
+def _now(steps: Generator[MPI.Request, None, Result]) -> Result:
+    """Drive steps to their end, on a communicator that nobody uses yet."""
+    while True:
+        try:
+            next(steps).Wait()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -16,20 +18,26 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from hpcdl.buffers import HALVES, Action, Array, Family, Look, Vector, segments
+from hpcdl.buffers import HALVES, Action, Vector, segments
 from hpcdl.channel import Channel
 from hpcdl.collectives import Program, Reduce, Round, Send, Span, Step
 from hpcdl.device import mpi_reads_devices
+from hpcdl.inside import UFUNCS, Ticks, Within
+from hpcdl.shared import Awaited
 
 MESSAGE_BYTES = 4 << 20
 """Longer messages are cut, on all ranks alike: MPI counts may be C ints, and device memory that MPI cannot read goes
 through pinned host memory piece by piece, one being copied while another travels."""
 
-UFUNCS = {"sum": "add", "mean": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+SEGMENT_BYTES, WINDOW = 1 << 20, 2
+"""What is to be added comes in segments of so many bytes, so many at a time from each peer: while one is added, and is
+still in the cache, the next comes in. Scratch is that long and no longer. The bits of the sum do not depend on it."""
 
 Result = TypeVar("Result")
-Steps: TypeAlias = Generator[MPI.Request, None, None]
-"""A collective under way: it yields each request that it cannot go on without."""
+
+
+Steps: TypeAlias = Generator[Any, None, None]
+"""A collective under way: it yields each request, or what behaves like one, that it cannot go on without."""
 
 
 class Job(NamedTuple):
@@ -45,9 +53,16 @@ class Job(NamedTuple):
 class _Bound(NamedTuple):
     """A round, bound: what is started, what is waited for and what happens then."""
 
-    starts: list[tuple[Action | None, MPI.Prequest]]
-    waits: list[tuple[MPI.Prequest, list[Action]]]
+    starts: list[tuple[Action | None, Awaited]]
+    waits: list[tuple[Awaited, list[Action]]]
     last: list[Action]
+
+
+class _Line(NamedTuple):
+    """Do this, then wait for that."""
+
+    actions: Sequence[Action]
+    awaited: Awaited | None
 
 
 class Plan:
@@ -57,18 +72,50 @@ class Plan:
     or let it be freed with its communicator.
     """
 
-    def __init__(self, channel: Channel, job: Job, program: Program, *, tag: int, raw: bool = False) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        job: Job,
+        program: Program,
+        *,
+        tag: int,
+        raw: bool = False,
+        within: Within | None = None,
+    ) -> None:
         self._channel, self._vector, self._tag = channel, job.vector, tag
         self._before, self._after, self.result = list(job.before), list(job.after), job.result
         self._requests: list[MPI.Prequest] = []
+        self.scratch_bytes = 0
         self.state: Literal["idle", "in flight", "closed"] = "idle"
         self._stage = self._pinned(program)
-        self._rounds = self._bind(program, job.op, raw)
+        self._turn: Callable[[], int] = lambda: 0
+        if within is not None and within.alone:
+            # Twice, to be taken in turns, where the next run may begin while this one still ends on another rank.
+            assert job.op is not None
+            bindings = [self._meeting(ticks, within.gate) for ticks in within.bind_alone(job.vector, job.op)]
+            if len(bindings) > 1:
+                self._turn = within.turn
+        else:
+            bindings = [self._bind(program, job.op, raw, within)]
+        self._scripts = [self._script(rounds) for rounds in bindings]
         channel.plans.add(self)
+
+    def _script(self, rounds: Sequence[_Bound]) -> list[_Line]:
+        """All of it in the order of what is to be done: some actions, something to wait for, and so on."""
+        actions, lines = list(self._before), list[_Line]()
+        for starts, waits, last in rounds:
+            for prepare, request in starts:
+                actions += [prepare, request.Start] if prepare else [request.Start]
+            for awaited, then in waits:
+                lines.append(_Line(actions, awaited))
+                actions = then
+            actions = [*actions, *last]
+        lines.append(_Line([*actions, *self._after], None))
+        return lines
 
     # ---- binding -------------------------------------------------------------------------------------------------
 
-    def _bind(self, program: Program, op: str | None, raw: bool) -> list[_Bound]:
+    def _bind(self, program: Program, op: str | None, raw: bool, within: Within | None) -> list[_Bound]:
         """The rounds that reduce, a last action on the finished span, the rounds that hand out."""
         vector, finished = self._vector, program.finished
         if op is None:
@@ -80,52 +127,79 @@ class Plan:
         if vector.dtype in HALVES and op not in ("min", "max"):
             # Partial sums travel and are added in float32 and are rounded once, by the owner of the span, who takes
             # the rounded numbers himself. An algorithm that only ever sends a rank's own numbers sends 16 bits.
-            work = vector.empty(vector.size, "float32")
-            widened = finished if raw else Span(0, vector.size)
-            self._before.append(lambda: work.put(widened, vector[widened]))
+            work = self._scratch(vector, vector.size, "float32")
             sent = vector if raw else work
+            if within is None:
+                widened = finished if raw else Span(0, vector.size)
+                self._before.append(lambda: work.put(widened, vector[widened]))
         if op == "mean":
             ends.append(work.combine("true_divide", work[finished], self._channel.size, work[finished]))
         if work is not vector:
             ends.append(lambda: vector.put(finished, work[finished]))
 
-        scratch = sent.empty(max(map(_received, program.reducing), default=0))
+        longest = self._longest(sent, SEGMENT_BYTES)
+        scratch = self._scratch(sent, max((_window(steps, longest) for steps in program.reducing), default=0))
         reducing = [self._bind_round(steps, sent, work, ufunc, scratch) for steps in program.reducing]
         handing = [self._bind_round(steps, vector, vector, ufunc) for steps in program.handing]
-        return [*reducing, _Bound([], [], ends), *handing]
+        rounds = [*reducing, _Bound([], [], ends), *handing]
+        if within is None:
+            return rounds
+        first, last = within.bind_lane(vector, work, op)
+        return [*self._meeting(first, within.gate), *rounds, *self._meeting(last, within.gate)]
+
+    def _scratch(self, vector: Vector, size: int, dtype: str | None = None) -> Vector:
+        scratch = vector.empty(size, dtype)
+        self.scratch_bytes += scratch.look.nbytes
+        return scratch
+
+    @staticmethod
+    def _meeting(ticks: Ticks, gate: Awaited) -> list[_Bound]:
+        """Rounds with a gate between every two ticks."""
+        first, *others = ticks
+        return [_Bound([], [], first), *(_Bound([(None, gate)], [(gate, tick)], []) for tick in others)]
 
     def _bind_round(
         self, steps: Round, sent: Vector, work: Vector, ufunc: str, scratch: Vector | None = None
     ) -> _Bound:
         """One round: `sent` is sent from, `work` is added to, and what is to be added arrives in `scratch`."""
-        receives: list[tuple[Action | None, MPI.Prequest]] = []
-        sends: list[tuple[Action | None, MPI.Prequest]] = []
-        waits: list[tuple[MPI.Prequest, list[Action]]] = []
+        longest = self._longest(sent, MESSAGE_BYTES if scratch is None else min(SEGMENT_BYTES, MESSAGE_BYTES))
+        receives: list[tuple[Action | None, Awaited]] = []
+        sends: list[tuple[Action | None, Awaited]] = []
+        waits: list[tuple[Awaited, list[Action]]] = []
         last: list[Action] = []
-        leaving = [step.span for step in steps if isinstance(step, Send)]
         taken = staged = 0  # elements of scratch, bytes of pinned memory
         for step in steps:
-            for piece in segments(step.span, self._longest(sent)):
+            pieces = list(segments(step.span, longest))
+            slots = _slots(step, steps, longest)
+            arrivals: list[list[Action]] = []
+            for number, piece in enumerate(pieces):
                 host = self._stage[staged : staged + piece.size * sent.itemsize]
                 staged += host.size
                 if isinstance(step, Send):
                     prepare, message = self._outgoing(sent, piece, host)
                     sends.append((prepare, self._keep(self._channel.wire.Send_init(message, step.peer, self._tag))))
                     continue
-                target, place = (scratch, Span(taken, taken + piece.size)) if scratch else (sent, piece)
-                taken += piece.size
+                target, place = sent, piece
+                if scratch is not None:
+                    start = taken + number % slots * longest
+                    target, place = scratch, Span(start, start + piece.size)
                 prepare, message, arrive = self._incoming(target, place, host)
                 request = self._keep(self._channel.wire.Recv_init(message, step.peer, self._tag))
-                receives.append((prepare, request))
                 actions = [arrive] if arrive else []
-                if isinstance(step, Reduce) and scratch:
+                if scratch is not None:
                     mine, theirs = work[piece], scratch[place]
                     low, high = (theirs, mine) if step.peer < self._channel.rank else (mine, theirs)
                     add = work.combine(ufunc, low, high, mine)
                     # A sum may be put in place as soon as it is there, unless the old numbers are still being sent.
-                    still_sent = any(span.lo < piece.hi and piece.lo < span.hi for span in leaving)
-                    (last if still_sent else actions).append(add)
+                    (last if _still_sent(step, steps) else actions).append(add)
+                if number < slots:
+                    receives.append((prepare, request))
+                else:  # when the one that was there before has been added
+                    arrivals[number - slots] += [*([prepare] if prepare else []), request.Start]
+                arrivals.append(actions)
                 waits.append((request, actions))
+            if isinstance(step, Reduce):
+                taken += min(slots * longest, step.span.size)
         waits += [(request, []) for _, request in sends]
         return _Bound([*receives, *sends], waits, last)
 
@@ -139,9 +213,10 @@ class Plan:
             return np.empty(0, np.uint8)
         return device.pinned(largest * (4 if vector.dtype in HALVES else vector.itemsize))  # they travel as float32
 
-    def _longest(self, vector: Vector) -> int:
-        """The number of elements in the longest message."""
-        return max(1, MESSAGE_BYTES // vector.itemsize)
+    @staticmethod
+    def _longest(vector: Vector, nbytes: int) -> int:
+        """The number of elements in so many bytes."""
+        return max(1, nbytes // vector.itemsize)
 
     def _keep(self, request: MPI.Prequest) -> MPI.Prequest:
         self._requests.append(request)
@@ -175,23 +250,13 @@ class Plan:
     # ---- running -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Steps:
-        """Run once. Yields the requests to wait for; whoever drives it waits or tests as he likes."""
+        """Run once. Yields what it cannot go on without; whoever drives it waits or tests as he likes."""
         self.begin()
-        for action in self._before:
-            action()
-        for starts, waits, last in self._rounds:
-            for prepare, request in starts:
-                if prepare is not None:
-                    prepare()
-                request.Start()
-            for request, actions in waits:
-                yield request
-                for action in actions:
-                    action()
-            for action in last:
+        for actions, awaited in self._scripts[self._turn()]:
+            for action in actions:
                 action()
-        for action in self._after:
-            action()
+            if awaited is not None:
+                yield awaited
         self.state = "idle"
 
     def begin(self) -> None:
@@ -201,9 +266,19 @@ class Plan:
             raise RuntimeError(f"this plan is {self.state}; {hint}")
         self.state = "in flight"
 
+    def run(self) -> None:
+        """Run once, waiting: what finish(self.steps()) does, without the generator's share of a short plan's time."""
+        self.begin()
+        for actions, awaited in self._scripts[self._turn()]:
+            for action in actions:
+                action()
+            if awaited is not None:
+                wait(awaited)
+        self.state = "idle"
+
     def __call__(self) -> Any:
         """Run the collective once, on what the array holds now; the result, as the plain function returns it."""
-        finish(self.steps())
+        self.run()
         return self.result()
 
     def start(self) -> Work:
@@ -212,7 +287,8 @@ class Plan:
 
     def close(self) -> None:
         """Free the requests; the plan cannot be called any more. Local: the other ranks need not take part."""
-        requests, self._requests, self._rounds = self._requests, [], []
+        requests, self._requests, self._scripts = self._requests, [], []
+        self._turn = lambda: 0  # it holds on to the staging area
         if self.state == "idle" and not MPI.Is_finalized():
             for request in requests:
                 request.Free()
@@ -232,18 +308,24 @@ class Plan:
             self.close()
 
 
-class Kept(NamedTuple):
-    """A plan kept for the next plain call on the same array, which it keeps alive: its id cannot come again."""
-
-    plan: Plan
-    name: str
-    family: Family
-    look: Look | None
-    x: Array
+def _slots(step: Step, steps: Round, longest: int) -> int:
+    """How many segments of a step are on their way at once: all of them, but for what is added as it comes."""
+    if isinstance(step, Reduce) and not _still_sent(step, steps):
+        return WINDOW
+    return -(-step.span.size // longest)
 
 
-def _received(steps: Sequence[Step]) -> int:
-    return sum(step.span.size for step in steps if isinstance(step, Reduce))
+def _still_sent(step: Step, steps: Round) -> bool:
+    """Is what the step adds to sent in the same round?"""
+    leaving = (other.span for other in steps if isinstance(other, Send))
+    return any(span.lo < step.span.hi and step.span.lo < span.hi for span in leaving)
+
+
+def _window(steps: Round, longest: int) -> int:
+    """The elements of scratch that a round needs."""
+    return sum(
+        min(step.span.size, _slots(step, steps, longest) * longest) for step in steps if isinstance(step, Reduce)
+    )
 
 
 class Work:
@@ -254,14 +336,14 @@ class Work:
 
     def __init__(self, steps: Steps, result: Callable[[], Any]) -> None:
         self._steps, self._result = steps, result
-        self._request: MPI.Request | None = None
+        self._request: Awaited | None = None
         self._error: BaseException | None = None
         self._done = False
         self._lock = threading.Lock()
         _in_flight.append(self)  # also keeps the array alive as long as MPI may write to it
         self._advance(lambda request: False)
 
-    def _advance(self, passed: Callable[[MPI.Request], bool]) -> None:
+    def _advance(self, passed: Callable[[Awaited], bool]) -> None:
         """Go on for as long as the requests that stand in the way are passed."""
         if not self._lock.acquire(blocking=False):
             return  # another thread is driving it, or this one, further down
@@ -281,8 +363,9 @@ class Work:
             self._lock.release()
 
     def is_completed(self) -> bool:
-        """Is it done (or has it failed)? Makes what progress can be made now, and does not wait."""
-        self._advance(_test)
+        """Is it done (or has it failed)? Does not wait, but makes what progress all works in flight can make now."""
+        for work in (self, *_in_flight):
+            work._advance(_test)
         return self._done
 
     def wait(self) -> None:
@@ -303,27 +386,27 @@ class Work:
 _in_flight: list[Work] = []
 
 
-def _test(request: MPI.Request) -> bool:
+def _test(request: Awaited) -> bool:
     return request.Test()
 
 
-def wait(request: MPI.Request, me: Work | None = None) -> Literal[True]:
+def wait(request: Awaited, me: Work | None = None) -> Literal[True]:
     """Wait for one request: the only place that does.
 
     What else is in flight goes on meanwhile: one rank may wait for A then B, another for B then A.
     """
-    if all(work is me for work in _in_flight):
+    if not _in_flight or (len(_in_flight) == 1 and _in_flight[0] is me):
         request.Wait()
         return True
     while not request.Test():
         for work in list(_in_flight):
             if work is not me:
-                work.is_completed()
+                work._advance(_test)
         time.sleep(0)  # the rank waited for may need this core
     return True
 
 
-def finish(steps: Generator[MPI.Request, None, Result]) -> Result:
+def finish(steps: Generator[Any, None, Result]) -> Result:
     """Drive a collective to its end, waiting; what it returns."""
     while True:
         try:
@@ -334,9 +417,12 @@ def finish(steps: Generator[MPI.Request, None, Result]) -> Result:
 
 
 class Native(Plan):
-    """MPI's own all-reduce behind the face of a Plan, for comparison."""
+    """MPI's own all-reduce behind the face of a Plan.
 
-    def __init__(self, channel: Channel, job: Job) -> None:
+    One that is to be called often is set up as a persistent collective, where the MPI has them: all ranks set it up.
+    """
+
+    def __init__(self, channel: Channel, job: Job, *, often: bool) -> None:
         vector, whole = job.vector, Span(0, job.vector.size)
         super().__init__(channel, job, Program([], whole, []), tag=0)
         logical = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}
@@ -344,26 +430,35 @@ class Native(Plan):
         assert job.op is not None
         self._op = (logical if vector.dtype == "bool" else usual)[job.op]
         device = vector.device
-        if device is not None:
-            self._before.append(device.synchronize)
         memory = vector.flat if device is None else device.bytes(0, vector.look.nbytes)
         self._message = [memory, vector.size, _mpi_types()[vector.dtype]]
+        first, last = [*self._before], [*self._after]
         if job.op == "mean":
-            self._after.insert(0, vector.combine("true_divide", vector[whole], channel.size, vector[whole]))
-        self._rounds = []
-
-    def steps(self) -> Steps:
-        self.begin()
-        for action in self._before:
-            action()
-        if self._vector.device is None:
-            yield self._channel.wire.Iallreduce(MPI.IN_PLACE, self._message, self._op)
+            last.insert(0, vector.combine("true_divide", vector[whole], channel.size, vector[whole]))
+        if device is None:
+            request: Awaited = self
+            if often:
+                with suppress(NotImplementedError):  # they came with MPI 4
+                    request = self._keep(channel.wire.Allreduce_init(MPI.IN_PLACE, self._message, self._op))
+            self._scripts = [[_Line([*first, request.Start], request), _Line(last, None)]]
         else:
             # The CUDA-aware Open MPI reduces device memory in the blocking form only; the other one crashes.
-            self._channel.wire.Allreduce(MPI.IN_PLACE, self._message, self._op)
-        for action in self._after:
-            action()
-        self.state = "idle"
+            blocking = partial(channel.wire.Allreduce, MPI.IN_PLACE, self._message, self._op)
+            self._scripts = [[_Line([*first, device.synchronize, blocking, *last], None)]]
+
+    # Without persistent collectives the request is a new one each time.
+
+    def Start(self) -> None:
+        """Post it."""
+        self._request = self._channel.wire.Iallreduce(MPI.IN_PLACE, self._message, self._op)
+
+    def Test(self) -> bool:
+        """Is it there?"""
+        return self._request.Test()
+
+    def Wait(self) -> None:
+        """Wait for it."""
+        self._request.Wait()
 
 
 def _mpi_types() -> dict[str, MPI.Datatype]:

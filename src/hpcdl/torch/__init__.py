@@ -1,1 +1,5 @@
-"""Training with PyTorch: the only part of hpcdl that imports torch as it is imported."""
+"""The PyTorch layer."""
+
+from hpcdl.torch.memory import empty, zeros
+
+__all__ = ["empty", "zeros"]
