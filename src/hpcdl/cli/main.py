@@ -6,6 +6,7 @@ Exit status: 0 all is well; 1 it ran and failed; 2 it could not begin (a wrong a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,7 +18,12 @@ from hpcdl import verdict
 from hpcdl.cli.launch import terminal, under_launcher
 
 # Each is a module of this package with add_arguments(parser) and run(arguments) -> exit status.
-COMMANDS = {"train": "train a network on images, each rank on its share of every batch"}
+COMMANDS = {
+    "train": "train a network on images, each rank on its share of every batch",
+    "bench": "time the all-reduce algorithms against MPI's own, with every result checked",
+    "tune": "measure which all-reduce is the fastest here, and write it down for all programs",
+    "explain": "say which algorithm is taken for a size, and why",
+}
 
 
 class UsageError(Exception):
@@ -40,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
         return status
+    except BrokenPipeError as error:  # as in hpcdl explain | head
+        if under_launcher():
+            return die(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except BaseException as error:
         return die(error)
 
