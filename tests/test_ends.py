@@ -60,15 +60,22 @@ from mpi4py import MPI
 atexit.register(lambda: os.write(1, f"{' '.join(kept.state for kept in builtins.kept)}\\n".encode()))
 plan = hpcdl.plan_allreduce(np.ones(100))
 plan()
+shared = hpcdl.empty(5000)
+in_place = hpcdl.plan_allreduce(shared)
+staged = [hpcdl.plan_allreduce(np.ones(n), algorithm="shared") for n in (3, 10**6)]
+for each in in_place, *staged:
+    each()
+hpcdl.allreduce(np.ones(10**6), algorithm="shared")
+hpcdl.allreduce(shared)
 own = MPI.COMM_WORLD.Dup()
 other = hpcdl.plan_reduce(np.ones(5), own)
 hpcdl.iallreduce(np.ones(7), own).wait()
-builtins.kept = plan, other
+builtins.kept = plan, other, in_place, *staged
 """
     )
     run = run_ranks(3, str(script), timeout_s=60)
     assert run.returncode == 0
-    assert (run.stdout + run.stderr).splitlines() == ["closed closed"] * 3
+    assert (run.stdout + run.stderr).splitlines() == [" ".join(["closed"] * 5)] * 3
 
 
 def test_a_forked_child_does_not_hold_up_the_end(tmp_path: Path) -> None:

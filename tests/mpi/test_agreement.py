@@ -37,7 +37,8 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "another collective": (lambda x, c: hpcdl.allgather(x, c), ["allgather of", "allreduce sum of"]),
     "another form": (lambda x, c: hpcdl.iallreduce(x, c).wait(), ["iallreduce sum of float64 10"]),
     "a plan": (lambda x, c: hpcdl.plan_allreduce(x, c), ["plan_allreduce sum of float64 10"]),
-    "a barrier": (lambda x, c: hpcdl.barrier(c), ["uint8 1"]),
+    "a barrier": (lambda x, c: hpcdl.barrier(c), [": barrier"]),
+    "an array to be made": (lambda x, c: hpcdl.empty(10, "float64", c), ["empty of float64 (10,)"]),
 }
 
 

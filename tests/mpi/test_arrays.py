@@ -368,8 +368,9 @@ def test_a_bad_argument_says_what_would_be_right(comm: MPI.Intracomm) -> None:
         hpcdl.allreduce(x, comm, out=np.ones(4, np.float32))
     with pytest.raises(ValueError, match="root 7"):
         hpcdl.broadcast(x, comm, root=7)
-    with pytest.raises(ValueError, match="native is MPI's allreduce; for broadcast take one of ring"):
-        hpcdl.broadcast(x, comm, algorithm="native")
+    for name in ("native", "shared"):
+        with pytest.raises(ValueError, match=f"{name} serves allreduce only; for broadcast take one of ring"):
+            hpcdl.broadcast(x, comm, algorithm=name)
     with pytest.raises(ValueError, match="this rank's share of x has"):
         hpcdl.reduce_scatter(x, comm, out=np.ones(9))
     with pytest.raises(TypeError, match="MPI has no float16"):

@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from allpairspy import AllPairs
-from cases import OPS, every_type, expected, makes_sense, numbers, sizes
+from cases import BY_NODE, FORMS, OPS, SHAPES, call, every_type, expected, makes_sense, numbers, pretended, sizes
 from mpi4py import MPI
 
 import hpcdl
 from hpcdl import collectives
 from hpcdl.buffers import INTEGERS
 
-FORMS = ("plain", "i", "plan")
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "reduce", "broadcast")
-
-
-def call(collective: str, form: str, x: Any, comm: MPI.Intracomm, **options: Any) -> Any:
-    """Call a collective in one of its forms."""
-    if form == "i":
-        work = getattr(hpcdl, f"i{collective}")(x, comm, **options)
-        work.wait()
-        assert work.is_completed()
-        return work.result()
-    if form == "plan":
-        with getattr(hpcdl, f"plan_{collective}")(x, comm, **options) as plan:
-            return plan()
-    return getattr(hpcdl, collective)(x, comm, **options)
 
 
 @pytest.mark.timeout(120)
 def test_every_collective_in_every_form(comm: MPI.Intracomm) -> None:
+    check_every_collective(comm, collectives.ALGORITHMS)
+
+
+@pytest.mark.ranks(*SHAPES)
+def test_every_collective_on_nodes(comm: MPI.Intracomm) -> None:
+    for nodes in SHAPES[comm.size]:
+        with pretended(comm, nodes) as duplicate:
+            check_every_collective(duplicate, BY_NODE)
+
+
+def check_every_collective(comm: MPI.Intracomm, algorithms: Iterable[str]) -> None:
+    """Every two circumstances meet."""
     rank, size, root = comm.rank, comm.size, comm.size // 2
     dtypes = [dtype for dtype in every_type() if dtype != "bfloat16"]
 
     def possible(row: list[object]) -> bool:
         names = [str(item) for item in row]
-        if len(row) >= 2 and names[1] not in collectives.names(size, names[0]):
+        if len(row) >= 2 and not serves(names[1], names[0], size):
             return False
         return len(row) < 4 or makes_sense(names[2], names[3], "flat")
 
     cases = list(
         AllPairs(
-            [COLLECTIVES, list(collectives.ALGORITHMS), dtypes, OPS, sizes(size), FORMS, ("in place", "out")],
+            [COLLECTIVES, list(algorithms), dtypes, OPS, sizes(size), FORMS, ("in place", "out")],
             filter_func=possible,
         )
     )
@@ -86,6 +86,11 @@ def test_every_collective_in_every_form(comm: MPI.Intracomm) -> None:
             assert (x[part] == right).all(), case
         else:
             assert given is x, case
+
+
+def serves(algorithm: str, collective: str, size: int) -> bool:
+    outer, _, between = algorithm.partition(":")
+    return outer in collectives.names(size, collective) and (between != "doubling" or collective == "allreduce")
 
 
 def shares(n: int, size: int) -> list[tuple[int, Any]]:
@@ -231,11 +236,17 @@ def test_mpis_own_operations_are_names_too(comm: MPI.Intracomm) -> None:
 
 
 def test_choose_names_an_algorithm_that_serves(comm: MPI.Intracomm) -> None:
-    for collective in COLLECTIVES:
+    for collective, kind, dtype in product(COLLECTIVES, ("private", "shared", "device"), ("float32", "float16")):
+        able = collectives.names(comm.size, collective)
+        if collective == "allreduce" and kind != "device":
+            able.append("shared")
         for nbytes in (0, 8, 1 << 10, 1 << 20, 1 << 30):
-            name = hpcdl.choose(nbytes, comm, collective=collective)
-            assert name in collectives.names(comm.size, collective)
-    assert hpcdl.choose(8, comm) in ("doubling", "halving")
+            name = hpcdl.choose(nbytes, comm, collective=collective, kind=kind, dtype=dtype)
+            assert name in able
+            getattr(hpcdl, collective)(np.ones(5, dtype), comm, algorithm=name)
+    if comm.size > 2:  # on two the algorithms are one
+        assert hpcdl.choose(8, comm, kind="device") in ("doubling", "halving")
+    assert comm.size == 1 or hpcdl.choose(1 << 20, comm, kind="shared") == "shared"
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])

@@ -110,13 +110,18 @@ def test_many_works_in_flight_do_not_meet(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_more_operations_than_there_are_tags(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcdl.channel import TAGS, channel
+def test_more_operations_than_there_are_tags(comm: MPI.Intracomm) -> None:
+    from hpcdl.channel import TAGS
 
-    own = channel(comm)
-    own._operations = TAGS - 3
-    for _ in range(8):
-        assert hpcdl.allreduce(np.ones(3), comm)[0] == 2
+    plan = hpcdl.plan_allreduce(np.full(3, 0.5), comm, algorithm="ring")  # its tag comes round again
+    for _ in range(TAGS - 20):
+        hpcdl.barrier(comm)
+    for step in range(10):
+        works = [hpcdl.iallreduce(np.full(50 + k, comm.rank + k), comm, algorithm="ring") for k in range(4)]
+        assert hpcdl.allreduce(np.full(3, step), comm, algorithm="doubling")[0] == 2 * step
+        assert plan()[0] == 2**step
+        for k, work in enumerate(works):
+            assert (work.result() == 1 + 2 * k).all()
 
 
 @pytest.mark.ranks(2)
@@ -143,18 +148,23 @@ def test_a_kept_plan_notices_that_its_array_has_changed(comm: MPI.Intracomm) -> 
     for _ in range(3):
         hpcdl.allreduce(x, comm)
     assert (x == comm.size**3).all()
-    x.resize(6, refcheck=False)  # other memory
-    x[...] = 2
+    x.__setstate__(np.full(6, 2.0).__reduce__()[2])  # other memory
     assert (hpcdl.allreduce(x, comm) == 2 * comm.size).all()
+    assert x.size == 6
     x.shape = (2, 3)
     assert (hpcdl.allreduce(x, comm) == 2 * comm.size**2).all()
+    x.dtype = np.int64
+    x[...] = 3
+    assert (hpcdl.allreduce(x, comm) == 3 * comm.size).all()
     x.flags.writeable = False
     with pytest.raises(TypeError, match="read-only"):
         hpcdl.allreduce(x, comm)
     t = torch.ones(3)
     hpcdl.allreduce(t, comm)
-    t.data = torch.full((3,), 5.0)
-    assert (hpcdl.allreduce(t, comm) == 5 * comm.size).all()
+    for other in (torch.full((3,), 5.0), torch.full((6,), 5.0)[::2], torch.full((4,), 5, dtype=torch.int64)):
+        t.data = other
+        assert (hpcdl.allreduce(t, comm) == 5 * comm.size).all()
+        assert (other == 5 * comm.size).all()
 
 
 @pytest.mark.ranks(2, 3)
@@ -175,27 +185,54 @@ def test_ranks_need_not_keep_the_same_plans(comm: MPI.Intracomm) -> None:
 def test_kept_plans_keep_little_alive(comm: MPI.Intracomm) -> None:
     import weakref
 
-    from hpcdl.call import KEPT_PLANS
+    from hpcdl.call import KEPT_BYTES, KEPT_PLANS
     from hpcdl.channel import channel
 
-    large = np.ones((1000, 1000))
-    watch = weakref.ref(large)
+    kept = channel(comm).kept
+    large, out = np.ones((1000, 1000)), np.empty((1000, 1000))
+    watches = [weakref.ref(large), weakref.ref(out)]
     hpcdl.allreduce(large, comm)
-    hpcdl.allreduce(large[0, :5], comm)
+    hpcdl.allreduce(large, comm, out=out)
+    hpcdl.allreduce(large[0, :5], comm)  # the view dies at once
+    assert len(kept) == 2
     del large
-    gc.collect()
-    assert watch() is None
-    for _ in range(2 * KEPT_PLANS):
-        hpcdl.allreduce(np.ones(3), comm)
-    assert len(channel(comm).kept) == KEPT_PLANS
+    assert not kept  # also that of the pair
+    del out
+    assert [watch() for watch in watches] == [None, None]
+
+    living = [np.ones(3) for _ in range(2 * KEPT_PLANS)]
+    for x in living:
+        hpcdl.allreduce(x, comm)
+    assert len(kept) == KEPT_PLANS
+    living.clear()
+    del x
+    assert not kept
+
+    long = np.ones(KEPT_BYTES // 8 + 1)
+    hpcdl.allreduce(long, comm, algorithm="doubling")  # with scratch as long as the array
+    assert len(kept) == (comm.size == 1)
     torch = pytest.importorskip("torch", reason="torch is not installed")
     weights = torch.ones(3, requires_grad=True)
     product = weights * 2
     watch = weakref.ref(product)
     hpcdl.allreduce(product, comm)
     del product
-    gc.collect()
     assert watch() is None
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_scratch_does_not_grow_with_the_array(comm: MPI.Intracomm) -> None:
+    from hpcdl.execute import SEGMENT_BYTES, WINDOW
+
+    for n in (1000, 3 << 20):
+        x, y = np.empty(n, np.float32), hpcdl.empty(n, "float32", comm)
+        for name in ("ring", "halving", "folded", "binary_blocks", "tree", "direct", "shared", "by_node"):
+            if name != "halving" or comm.size in (2, 4):
+                with hpcdl.plan_allreduce(x, comm, algorithm=name) as plan:
+                    senders = {"shared": 0, "by_node": 0, "direct": comm.size - 1}.get(name, 1)
+                    assert plan.scratch_bytes <= senders * WINDOW * SEGMENT_BYTES, name
+        with hpcdl.plan_allreduce(y, comm, algorithm="shared") as plan:
+            assert plan.scratch_bytes == 0
 
 
 @pytest.mark.ranks(2)
@@ -206,7 +243,7 @@ def test_a_communicator_interrupted_half_way_says_so(comm: MPI.Intracomm, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdl.execute.Plan.steps", interrupted)
+        patch.setattr("hpcdl.execute.Plan.run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             hpcdl.allreduce(np.ones(3), duplicate)
     with pytest.raises(hpcdl.HpcdlError, match="interrupted half-way"):

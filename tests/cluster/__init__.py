@@ -1,0 +1,1 @@
+"""What needs several hosts: they are brought up on one machine."""
