@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.launch import run_ranks
 
 from hpcdl.cli import launch
 from hpcdl.cli.main import UsageError, main, parse
@@ -118,3 +119,11 @@ def test_the_terminal_that_counts_is_that_of_mpiexec(tmp_path: Path) -> None:
     # Open MPI's gives them terminals of their own.
     on_a_terminal(f"{mpiexec} -c '{sys.executable} {inner}; true' > {tmp_path}/log")
     assert "None" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("command", ["train --data /nowhere", "bench --algorithms rign", "tune --min 9 --max 8"])
+def test_ranks_that_outnumber_the_cores_are_told_so_once(command: str) -> None:
+    alone = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})"
+    script = f"{alone}; from hpcdl.cli.main import main; main({command.split()!r})"
+    done = run_ranks(2, "-c", script)
+    assert done.stderr.count("2 ranks share 1 core of a node") == 1, done.stderr

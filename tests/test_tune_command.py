@@ -7,20 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.launch import run_ranks
 
 from hpcdl.choice import Shape, candidates
 from hpcdl.cli import tune as tune_command
+from hpcdl.cli.bench_measure import Timed
 from hpcdl.cli.main import main
 from hpcdl.tuning import read
 
 
 def ours(stderr: str) -> list[str]:
-    """The lines of hpcdl; a launcher adds its own when a rank's status is not 0."""
-    return [line for line in stderr.splitlines() if line.startswith("hpcdl: ")]
+    """The complaints of hpcdl; a launcher adds lines of its own when a rank's status is not 0."""
+    return [line for line in stderr.splitlines() if line.startswith("hpcdl: ") and "hpcdl: note: " not in line]
 
 
 def tune(n: int, file: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -183,6 +186,22 @@ def test_the_first_size_is_measured_even_if_there_is_no_time_and_none_after_the_
     fast = {"fast": lambda n: n, "native": lambda n: n}
     assert list(swept(monkeypatch, [8, 32, 128, 512], Endless(questions=3), **fast)) == [8, 32]
     assert list(swept(monkeypatch, [8, 32, 128, 512], Endless(questions=-5), **fast)) == [8]
+
+
+@pytest.mark.parametrize(
+    ("faster", "found"), [({}, 1 << 20), ({4 << 20: 0.97}, 1 << 20), ({256 << 10: 0.9, 4 << 20: 0.97}, 256 << 10)]
+)
+def test_segments_of_another_length_are_taken_if_they_are_clearly_better(
+    faster: dict[int, float], found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(comm: object, lengths: dict[int, object], **_: object) -> dict[int, Timed]:
+        return {length: Timed([faster.get(length, 1.0)], 0) for length in lengths}
+
+    monkeypatch.setattr(tune_command, "measure", measure)
+    monkeypatch.setattr(tune_command, "Deadline", partial(Endless, questions=2))
+    comm = SimpleNamespace(size=4, bcast=lambda value: value)
+    assert tune_command.best_segment(comm, None, "float32", 2 << 20, 1, 1 << 20) == found  # type: ignore[arg-type]
+    assert tune_command.best_segment(comm, None, "float32", 1 << 20, 1, 1 << 20) is None  # type: ignore[arg-type]
 
 
 def test_rounds_go_on_until_the_fastest_stands_apart() -> None:

@@ -257,12 +257,14 @@ def test_a_new_rule_replaces_the_one_for_the_same_and_leaves_the_others() -> Non
 def test_a_table_survives_the_file(tmp_path: Path) -> None:
     on_one = a_rule(nodes=(4,), kind="shared", sizes=[(0, "shared")])
     table = a_table(a_rule(measured=MEASURED), on_one, between=Link(4e-5, 8e-9, 1e-10))
+    table = replace(table, segments={(2, 2): 1 << 20, (3,): 4 << 20})
     table.made["host"] = "a [ {  } ]\n ] host"  # type: ignore[index]
     file = tmp_path / "new" / "folder" / "t.json"
     save(table, file)
     again = read(file)
     assert again.rules == list(table.rules)
     assert (again.links, again.fitted, again.made) == (table.links, table.fitted, table.made)
+    assert again.segments == {(2, 2): 1 << 20, (3,): 4 << 20}
     assert os.listdir(file.parent) == ["t.json"]
     assert json.loads(file.read_text())["rules"][0]["sizes"][1] == {"from_bytes": 4096, "algorithm": "by_node:ring"}
     assert "[1024, 8e-05],\n" in file.read_text()  # for people too
@@ -278,6 +280,8 @@ def test_a_file_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
 def test_only_the_rules_for_as_many_ranks_travel() -> None:
     table = a_table(a_rule(), a_rule(nodes=(4,)), a_rule(nodes=(3,)))
     assert [rule.nodes for rule in table.of_size(4).rules] == [(2, 2), (4,)]
+    table = replace(table, segments={(2, 2): 1 << 20, (3,): 4 << 20})
+    assert table.of_size(4).segments == {(2, 2): 1 << 20}
 
 
 def test_an_alias_in_a_file_is_the_algorithms_own_name() -> None:
@@ -297,6 +301,15 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a link of words": (lambda data: data["links"]["inside"].update(beta="fast"), "beta is a number of seconds"),
     "a negative link": (lambda data: data["links"]["inside"].update(alpha=-1), "alpha is a number of seconds from 0"),
     "an infinite link": (lambda data: data["links"]["inside"].update(gamma=float("inf")), "gamma is a number"),
+    "a segment of nothing": (
+        lambda data: data.update(segments=[{"nodes": [4], "bytes": 0}]),
+        "segments 0: bytes are from 131072 to 4194304, not 0",
+    ),
+    "a segment for nobody": (
+        lambda data: data.update(segments=[{"nodes": [], "bytes": 1 << 20}]),
+        "segments 0: nodes are numbers of ranks",
+    ),
+    "segments of another type": (lambda data: data.update(segments=7), "segments is to be of type list"),
     "rules of another type": (lambda data: data.update(rules={}), "rules is to be of type list"),
     "a rule of another type": (lambda data: data["rules"].append(7), "rule 1: collective is to be of type str"),
     "an unknown collective": (entry(collective="alltoall"), "collective is one of allreduce, "),

@@ -52,6 +52,8 @@ def channel(comm: MPI.Comm | None = None) -> Channel:
     own = channels.channel(comm)
     if not own.tuned:
         own.table, own.tuned = tuning.load(own.wire, own.size), True
+        if own.table is not None:
+            own.segment_bytes = own.table.segments.get(shape_of(own).sizes)
     return own
 
 
@@ -154,8 +156,7 @@ class Call:
         key = self._key()
         if key is None or not check.alike or not bound.can_be_kept:
             with finish(bound.plan(own, check, "")) as plan:
-                _complete(own, plan)
-                return plan.result()
+                return _complete(own, plan)
         plan = finish(bound.plan(own, check, "", borrows=True))
         _complete(own, plan)
         if plan.scratch_bytes <= KEPT_BYTES:
@@ -206,10 +207,10 @@ class Call:
             own.kept.pop(next(iter(own.kept))).plan.close()
 
 
-def _complete(own: Channel, plan: Plan) -> None:
+def _complete(own: Channel, plan: Plan) -> Any:
     """Run a plan of the plain form to its end; what ends it half-way ends the communicator's use."""
     try:
-        plan.run()
+        return plan()
     except BaseException:
         own.interrupted = True
         raise

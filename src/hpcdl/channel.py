@@ -71,6 +71,8 @@ class Channel:
         self.table: Table | None = None
         self.tuned = False
         """Has the table been looked for?"""
+        self.segment_bytes: int | None = None
+        """How long the segments of messages are by that table; the same on all ranks, as they are cut alike."""
 
     def refuse_memory(self, reason: str) -> None:
         """Go on without shared memory: all ranks have been given this reason."""

@@ -31,7 +31,8 @@ through pinned host memory piece by piece, one being copied while another travel
 
 SEGMENT_BYTES, WINDOW = 1 << 20, 2
 """What is to be added comes in segments of so many bytes, so many at a time from each peer: while one is added, and is
-still in the cache, the next comes in. Scratch is that long and no longer. The bits of the sum do not depend on it."""
+still in the cache, the next comes in. Scratch is that long and no longer. The bits of the sum do not depend on it.
+A tuning table may have found another length to be the fastest."""
 
 Result = TypeVar("Result")
 
@@ -87,8 +88,9 @@ class Plan:
         self._requests: list[MPI.Prequest] = []
         self.scratch_bytes = 0
         self.state: Literal["idle", "in flight", "closed"] = "idle"
+        self._segment_bytes = min(channel.segment_bytes or SEGMENT_BYTES, MESSAGE_BYTES)
         self._stage = self._pinned(program)
-        self._turn: Callable[[], int] = lambda: 0
+        self._turn: Callable[[], int] = lambda: 0  # which of two scripts
         if within is not None and within.alone:
             # Twice, to be taken in turns, where the next run may begin while this one still ends on another rank.
             assert job.op is not None
@@ -97,10 +99,10 @@ class Plan:
                 self._turn = within.turn
         else:
             bindings = [self._bind(program, job.op, raw, within)]
-        self._scripts = [self._script(rounds) for rounds in bindings]
+        self._scripts = [self._written(rounds) for rounds in bindings]
         channel.plans.add(self)
 
-    def _script(self, rounds: Sequence[_Bound]) -> list[_Line]:
+    def _written(self, rounds: Sequence[_Bound]) -> list[_Line]:
         """All of it in the order of what is to be done: some actions, something to wait for, and so on."""
         actions, lines = list(self._before), list[_Line]()
         for starts, waits, last in rounds:
@@ -110,8 +112,8 @@ class Plan:
                 lines.append(_Line(actions, awaited))
                 actions = then
             actions = [*actions, *last]
-        lines.append(_Line([*actions, *self._after], None))
-        return lines
+        actions = [*actions, *self._after]
+        return [*lines, _Line(actions, None)] if actions else lines
 
     # ---- binding -------------------------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Plan:
         if work is not vector:
             ends.append(lambda: vector.put(finished, work[finished]))
 
-        longest = self._longest(sent, SEGMENT_BYTES)
+        longest = self._longest(sent, self._segment_bytes)
         scratch = self._scratch(sent, max((_window(steps, longest) for steps in program.reducing), default=0))
         reducing = [self._bind_round(steps, sent, work, ufunc, scratch) for steps in program.reducing]
         handing = [self._bind_round(steps, vector, vector, ufunc) for steps in program.handing]
@@ -162,7 +164,7 @@ class Plan:
         self, steps: Round, sent: Vector, work: Vector, ufunc: str, scratch: Vector | None = None
     ) -> _Bound:
         """One round: `sent` is sent from, `work` is added to, and what is to be added arrives in `scratch`."""
-        longest = self._longest(sent, MESSAGE_BYTES if scratch is None else min(SEGMENT_BYTES, MESSAGE_BYTES))
+        longest = self._longest(sent, MESSAGE_BYTES if scratch is None else self._segment_bytes)
         receives: list[tuple[Action | None, Awaited]] = []
         sends: list[tuple[Action | None, Awaited]] = []
         waits: list[tuple[Awaited, list[Action]]] = []
@@ -251,35 +253,42 @@ class Plan:
 
     def steps(self) -> Steps:
         """Run once. Yields what it cannot go on without; whoever drives it waits or tests as he likes."""
-        self.begin()
-        for actions, awaited in self._scripts[self._turn()]:
+        self._begin()
+        for actions, awaited in self._script():
             for action in actions:
                 action()
             if awaited is not None:
                 yield awaited
         self.state = "idle"
 
-    def begin(self) -> None:
+    def __call__(self) -> Any:
+        """Run the collective once, on what the array holds now; the result, as the plain function returns it."""
+        # What finish(self.steps()) does, without the generator's share and other calls' share of a short plan's time.
+        if self.state != "idle":
+            self._begin()
+        self.state = "in flight"
+        scripts = self._scripts
+        for actions, awaited in scripts[0] if len(scripts) == 1 else self._script():
+            for action in actions:
+                action()
+            if awaited is not None:
+                if _in_flight:
+                    wait(awaited)
+                else:
+                    awaited.Wait()
+        self.state = "idle"
+        return self.result()
+
+    def _begin(self) -> None:
         """Take the plan for one run. RuntimeError if it is closed, or in flight."""
         if self.state != "idle":
             hint = "wait for its work first" if self.state == "in flight" else "make another"
             raise RuntimeError(f"this plan is {self.state}; {hint}")
         self.state = "in flight"
 
-    def run(self) -> None:
-        """Run once, waiting: what finish(self.steps()) does, without the generator's share of a short plan's time."""
-        self.begin()
-        for actions, awaited in self._scripts[self._turn()]:
-            for action in actions:
-                action()
-            if awaited is not None:
-                wait(awaited)
-        self.state = "idle"
-
-    def __call__(self) -> Any:
-        """Run the collective once, on what the array holds now; the result, as the plain function returns it."""
-        self.run()
-        return self.result()
+    def _script(self) -> Sequence[_Line]:
+        """What is to be done this time."""
+        return self._scripts[self._turn()]
 
     def start(self) -> Work:
         """Run the collective once, without waiting for it."""
@@ -440,7 +449,8 @@ class Native(Plan):
             if often:
                 with suppress(NotImplementedError):  # they came with MPI 4
                     request = self._keep(channel.wire.Allreduce_init(MPI.IN_PLACE, self._message, self._op))
-            self._scripts = [[_Line([*first, request.Start], request), _Line(last, None)]]
+            ends = [_Line(last, None)] if last else []
+            self._scripts = [[_Line([*first, request.Start], request), *ends]]
         else:
             # The CUDA-aware Open MPI reduces device memory in the blocking form only; the other one crashes.
             blocking = partial(channel.wire.Allreduce, MPI.IN_PLACE, self._message, self._op)

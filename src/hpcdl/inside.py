@@ -158,13 +158,6 @@ class Within:
         return min(vector.size, max(1, self._area.buffer_bytes // vector.itemsize))
 
 
-def staging(channel: Channel, nbytes: int = CHUNK_BYTES) -> Generator[Any, None, Staging | str]:
-    """A new staging area for vectors of so many bytes, or why there is none: a collective call."""
-    buffer_bytes = -(-min(nbytes, CHUNK_BYTES) // (LINE * WORD)) * LINE * WORD
-    memory = yield from allocate(channel.wire, channel.node, LINE * WORD + BUFFERS * buffer_bytes)
-    return memory if isinstance(memory, str) else Staging(memory, channel.rank, buffer_bytes, channel.poke)
-
-
 def peers(vector: Vector, memory: Memory, offset: int) -> list[Array]:
     """The node's vectors that stand at this place of their ranks' parts."""
     return [vector.at(memory, memory.place(rank) + offset, vector.size) for rank in memory.ranks]

@@ -5,6 +5,7 @@
     {"format": "hpcdl-tuning-1",
      "made": {"date": "2026-01-31", "host": "h1", "mpi": "MPICH 5.0.2", ...},
      "links": {"inside": {"alpha": 4.5e-6, "beta": 2e-10, "gamma": 1.2e-10}, "between": ..., "memory": ...},
+     "segments": [{"nodes": [2, 2], "bytes": 1048576}],
      "rules": [{"collective": "allreduce", "nodes": [2, 2], "dtype": "float32", "kind": "private",
                 "sizes": [{"from_bytes": 0, "algorithm": "doubling"}, {"from_bytes": 65536, "algorithm": "ring"}],
                 "measured": {"ring": [[8, 4.1e-05], [131072, 0.0021]], ...}}, ...]}
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FORMAT = "hpcdl-tuning-1"
+
+SEGMENTS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
+"""The lengths of segments that are tried. Scratch is two of them."""
 
 MOST_RANKS = 1 << 20
 """A larger number in a file is an error: checking what serves so many ranks would take all memory."""
@@ -103,6 +107,8 @@ class Table:
     rules: Sequence[Rule] = ()
     made: Mapping[str, str] = field(default_factory=dict)
     source: str = "?"
+    segments: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    """By the ranks of each node: how long the segments are in which messages are added up as they come, in bytes."""
 
     @property
     def links(self) -> Links:
@@ -123,7 +129,9 @@ class Table:
 
     def of_size(self, size: int) -> Table:
         """The same without the rules for other numbers of ranks."""
-        return Table(self.fitted, [rule for rule in self.rules if sum(rule.nodes) == size], self.made, self.source)
+        rules = [rule for rule in self.rules if sum(rule.nodes) == size]
+        segments = {nodes: nbytes for nodes, nbytes in self.segments.items() if sum(nodes) == size}
+        return Table(self.fitted, rules, self.made, self.source, segments)
 
     def text(self) -> str:
         """As JSON."""
@@ -132,7 +140,10 @@ class Table:
             for rule in self.rules
         ]
         links = {name: link._asdict() for name, link in self.fitted.items()}
-        text = json.dumps({"format": FORMAT, "made": self.made, "links": links, "rules": rules}, indent=1)
+        segments = [{"nodes": nodes, "bytes": nbytes} for nodes, nbytes in self.segments.items()]
+        text = json.dumps(
+            {"format": FORMAT, "made": self.made, "links": links, "segments": segments, "rules": rules}, indent=1
+        )
         # What holds nothing but numbers and words goes on one line.
         return re.sub(r"(?<=[\[{])\n[^\[\]{}]*\n\s*(?=[\]}])", lambda match: _one_line(match[0]), text) + "\n"
 
@@ -246,15 +257,31 @@ def parse(text: str, source: str = "?") -> Table:
         raise ValueError(f"no link is called {unknown.pop()!r}; there are {', '.join(Links._fields)}")
     fitted = {name: Link(*(_seconds(link, word) for word in Link._fields)) for name, link in links.items()}
     rules = [_rule(entry, f"rule {number}") for number, entry in enumerate(_get(data, "rules", list, "the table"))]
-    return Table(fitted, rules, made, source)
+    segments = dict(
+        _segment(entry, f"segments {number}")
+        for number, entry in enumerate(_get({"segments": [], **data}, "segments", list, "the table"))
+    )
+    return Table(fitted, rules, made, source, segments)
+
+
+def _segment(entry: Any, where: str) -> tuple[tuple[int, ...], int]:
+    nbytes = _get(entry, "bytes", int, where)
+    if not SEGMENTS[0] <= nbytes <= SEGMENTS[-1]:
+        raise ValueError(f"{where}: bytes are from {SEGMENTS[0]} to {SEGMENTS[-1]}, not {nbytes}")
+    return _nodes(entry, where), nbytes
+
+
+def _nodes(entry: Any, where: str) -> tuple[int, ...]:
+    nodes = tuple(_get(entry, "nodes", list, where))
+    if not nodes or not all(type(ranks) is int and ranks > 0 for ranks in nodes) or sum(nodes) > MOST_RANKS:
+        raise ValueError(f"{where}: nodes are numbers of ranks such as [2, 2], not {list(nodes)}")
+    return nodes
 
 
 def _rule(entry: Any, where: str) -> Rule:
     collective = _one_of(entry, "collective", COLLECTIVES, where)
     dtype, kind = _one_of(entry, "dtype", TYPES, where), _one_of(entry, "kind", KINDS, where)
-    nodes = tuple(_get(entry, "nodes", list, where))
-    if not nodes or not all(type(ranks) is int and ranks > 0 for ranks in nodes) or sum(nodes) > MOST_RANKS:
-        raise ValueError(f"{where}: nodes are numbers of ranks such as [2, 2], not {list(nodes)}")
+    nodes = _nodes(entry, where)
     shape = Shape(nodes, memory=True)
     sizes = []
     for size in _get(entry, "sizes", list, where):
@@ -351,7 +378,8 @@ def merged(old: Table | None, new: Table) -> Table:
         return new
     replaced = {rule.key for rule in new.rules}
     rules = [rule for rule in old.rules if rule.key not in replaced]
-    return Table({**old.fitted, **new.fitted}, [*rules, *new.rules], new.made, new.source)
+    segments = {**old.segments, **new.segments}
+    return Table({**old.fitted, **new.fitted}, [*rules, *new.rules], new.made, new.source, segments)
 
 
 def save(table: Table, file: Path) -> None:

@@ -9,7 +9,7 @@ from idx import write_images
 from mpi4py import MPI
 
 import hpcdl
-from hpcdl.cli.launch import cores_per_rank
+from hpcdl.cli.launch import cores_per_rank, crowding
 from hpcdl.data import DataError, ImageSet, Part, load_together
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -168,6 +168,8 @@ def test_the_ranks_of_a_node_share_its_cores(comm: MPI.Intracomm) -> None:
     try:
         os.sched_setaffinity(0, {min(before)})
         assert cores_per_rank(comm) == 1
+        hint = crowding(comm)
+        assert hint is None if comm.size == 1 else hint and "note: 2 ranks share 1 core of a node" in hint
         os.sched_setaffinity(0, before)
         assert cores_per_rank(comm) == max(1, len(before) // comm.size)
         mine = sorted(before)[comm.rank :: comm.size]

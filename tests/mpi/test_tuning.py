@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import hpcdl
 from hpcdl import settings, tuning
 from hpcdl.call import channel, shape_of
 from hpcdl.choice import choose_for
+from hpcdl.execute import WINDOW
 from hpcdl.tuning import Rule, Table, save
 
 pytestmark = pytest.mark.ranks(3)
@@ -67,6 +69,19 @@ def test_rank_0s_table_is_everybodys(comm: MPI.Intracomm, folder: Path) -> None:
     told = comm.allgather(str(hpcdl.explain(8000, comm, dtype="float64")))
     assert set(told) == {told[0]}
     assert f"* {ODD} " in told[0]
+
+
+def test_messages_are_added_up_in_segments_as_long_as_the_table_says(comm: MPI.Intracomm, folder: Path) -> None:
+    x = np.full(1 << 20, comm.rank, np.float32)
+    for nbytes in (128 << 10, 512 << 10):
+        duplicate = comm.Dup()
+        # Each rank's file says something else: rank 0's counts, or messages would not fit their receivers.
+        save(replace(a_table(comm.size, ODD), segments={(comm.size,): nbytes << comm.rank}), folder / "t.json")
+        with hpcdl.plan_allreduce(x, duplicate, algorithm="ring") as plan:
+            assert plan.scratch_bytes == WINDOW * nbytes
+            plan()
+        assert (x == sum(range(comm.size)) * comm.size ** (nbytes >> 19)).all()
+        duplicate.Free()
 
 
 def test_a_table_that_other_ranks_alone_have_is_nobodys(comm: MPI.Intracomm, folder: Path, monkeypatch: Any) -> None:

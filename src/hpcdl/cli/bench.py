@@ -23,7 +23,7 @@ from hpcdl.cli.bench_compete import Call, Peer, compete_at
 from hpcdl.cli.bench_measure import UFUNCS, NumPyArray
 from hpcdl.cli.bench_overlap import overlap_at
 from hpcdl.cli.bench_report import FORMATS, Row, label, plot
-from hpcdl.cli.launch import terminal, wrong_size
+from hpcdl.cli.launch import notices, terminal
 from hpcdl.cli.sizes import parse_bytes, show_bytes
 from hpcdl.cli.train import Refused, agree, complain, count, rate
 from hpcdl.errors import HpcdlError
@@ -107,9 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    warning = wrong_size(comm.size)
-    if warning:
-        complain(comm, f"warning: {warning}")
+    for line in notices(comm):
+        complain(comm, line)
     arguments.buffers = arguments.buffers or ("both" if arguments.overlap else "private")
     with ExitStack() as stack:
         try:

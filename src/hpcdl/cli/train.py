@@ -15,7 +15,7 @@ import numpy as np
 
 import hpcdl
 from hpcdl import verdict
-from hpcdl.cli.launch import cores_per_rank, terminal, wrong_size
+from hpcdl.cli.launch import cores_per_rank, notices, terminal
 from hpcdl.data import DataError, ImageSet, load_together
 from hpcdl.errors import HpcdlError
 
@@ -130,9 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    warning = wrong_size(comm.size)
-    if warning:
-        complain(comm, f"warning: {warning}")
+    for line in notices(comm):
+        complain(comm, line)
     try:
         images, replica = prepare(comm, arguments)
     except Refused as refusal:

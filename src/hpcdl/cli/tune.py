@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, cast
@@ -22,7 +22,7 @@ from hpcdl.buffers import HALVES, TYPES
 from hpcdl.choice import HOST, Shape, candidates, serves, shared_cost
 from hpcdl.cli.bench import progress, sizes
 from hpcdl.cli.bench_measure import Competitor, NumPyArray, measure
-from hpcdl.cli.launch import wrong_size
+from hpcdl.cli.launch import notices
 from hpcdl.cli.sizes import UNITS, parse_bytes, show_bytes, show_seconds
 from hpcdl.cli.train import Refused, agree, complain, rate
 from hpcdl.collectives import Cost, Link, find
@@ -47,6 +47,9 @@ HOPELESS, HOPELESS_SIZES, HOPELESS_BYTES = 3, 3, 64 << 10
 
 # Messages and bytes cannot be told apart by short arrays alone: the links are measured up to 1 MiB at least.
 LINK_BYTES, LINK_LEAST = (64, 8 << 10, 1 << 20, 8 << 20), 1 << 20
+
+# What segments are tried on: a ring's have one peer each, the others' longer rounds more or fewer.
+SEGMENTED, SEGMENTED_BYTES = ("ring", "binary_blocks"), (2 << 20, 16 << 20)
 
 NATIVE, OUT_OF_PLACE = "native", "native, out of place"
 
@@ -87,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     from hpcdl.call import channel, shape_of
+    from hpcdl.execute import SEGMENT_BYTES
 
     comm, began = MPI.COMM_WORLD, time.perf_counter()
-    warning = wrong_size(comm.size)
-    if warning:
-        complain(comm, f"warning: {warning}")
+    for line in notices(comm):
+        complain(comm, line)
     file = Path(arguments.output) if arguments.output else tuning.default_path()
     try:
         old = prepare(comm, arguments, file)
@@ -109,7 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"hpcdl tune: {shape}, {arguments.dtype}, {tuning.mpi()}\n")
     say(COLUMNS.format("array", "bytes", "fastest", "time", "MPI_Allreduce", "ratio"), flush=True)
     rules = []
-    with progress(1 + len(able) * len(steps), on=comm.rank == 0) as advance:
+    with progress(2 + len(able) * len(steps), on=comm.rank == 0) as advance:
+        advance("segments of messages")
+        own.segment_bytes = best_segment(
+            comm, own, arguments.dtype, arguments.max, arguments.budget / 10, SEGMENT_BYTES
+        )
+        segments = {} if own.segment_bytes is None else {shape.sizes: own.segment_bytes}
         advance("the links")
         fitted = fit_links(comm, own, arguments.dtype, arguments.max, arguments.budget / 10)
         for number, kind in enumerate(able):
@@ -127,8 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
             rules.append(tuning.Rule("allreduce", shape.sizes, arguments.dtype, kind, found, measured))
 
     if comm.rank == 0:
-        tuning.save(tuning.merged(old, tuning.Table(fitted, rules, made(), str(file))), file)
+        tuning.save(tuning.merged(old, tuning.Table(fitted, rules, made(), str(file), segments)), file)
     say("\n" + "\n".join(summary(rules, fitted)))
+    for nbytes in segments.values():
+        say(f"messages: added up in segments of {show_bytes(nbytes)}")
     say(f"\nwritten to {file}", flush=True)
     if tuning.path() != file:
         say(f"HPCDL_TUNING={file} has programs go by it", flush=True)
@@ -264,6 +274,37 @@ def enough(times: Mapping[str, Sequence[float]]) -> bool:
     quarters = sorted(np.percentile(seconds, (50, 25, 75)).tolist() for seconds in times.values())
     apart = all(low > quarters[0][2] for _, low, _ in quarters[1:])
     return rounds >= MOST_ROUNDS or (rounds >= LEAST_ROUNDS and apart)
+
+
+def best_segment(comm: MPI.Intracomm, own: Channel, dtype: str, largest: int, seconds: float, usual: int) -> int | None:
+    """The length of segments that serves best; None if no array is long enough to tell."""
+    names = [name for name in SEGMENTED if serves(name, "allreduce", Shape((comm.size,), memory=False), "private")]
+    steps = [nbytes for nbytes in SEGMENTED_BYTES if nbytes <= largest]
+    lost = dict.fromkeys(tuning.SEGMENTS, 0.0)
+    for name, nbytes in product(names, steps):
+        x, turn = np.zeros(nbytes // np.dtype(dtype).itemsize, dtype), Turn()
+
+        def bind(length: int, x: NumPyArray = x, name: str = name) -> Plan:
+            own.segment_bytes = length
+            return hpcdl.plan_allreduce(x, comm, algorithm=name)
+
+        competitors = {length: turn.competitor(partial(bind, length)) for length in tuning.SEGMENTS}
+        deadline = Deadline(comm, seconds / len(names) / len(steps))
+        times: dict[int, list[float]] = {length: [] for length in tuning.SEGMENTS}
+        while True:
+            for length, found in measure(comm, competitors, rounds=1, repeat=1, warm_up=0).items():
+                times[length] += found.seconds
+            if len(times[usual]) >= MOST_ROUNDS or deadline.left() <= 0:
+                break
+        turn.end()
+        for length, spent in times.items():
+            lost[length] += math.log(median(spent) / median(times[usual])) / len(names) / len(steps)
+    if not steps:
+        return None
+    best = min(lost, key=lost.__getitem__)
+    # The usual one stays unless another is clearly better. All ranks go by what rank 0 has measured.
+    agreed: int = comm.bcast(best if lost[best] < -tuning.CHANGE / 2 else usual)
+    return agreed
 
 
 def fit_links(comm: MPI.Intracomm, own: Channel, dtype: str, largest: int, seconds: float) -> dict[str, Link]:
