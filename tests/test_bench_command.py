@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from harness.launch import run_ranks
 
-from hpcdl.cli import launch
+from hpcdl import environment
 from hpcdl.cli.bench import bounds, ranges, sizes
 from hpcdl.cli.bench_measure import Contents, Timed, add_and_copy, count_wrong, floor, percentiles, ratio
 from hpcdl.cli.bench_overlap import hidden
@@ -407,7 +407,7 @@ def test_what_cannot_begin_is_said_once_with_status_2(arguments: str, line: str)
 def test_a_wrong_argument_is_named_in_one_line(
     words: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in launch.RANKS:
+    for name in environment.RANKS:
         monkeypatch.delenv(name, raising=False)
     assert main(["bench", *words.split()]) == 2
     out, err = capsys.readouterr()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness.launch import run_ranks
 
-from hpcdl.cli import launch
+from hpcdl import environment
 from hpcdl.cli.main import UsageError, main, parse
 
 
@@ -38,7 +38,7 @@ from hpcdl.cli.main import UsageError, main, parse
 def test_a_wrong_argument_is_named_in_one_line(
     words: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in launch.RANKS:
+    for name in environment.RANKS:
         monkeypatch.delenv(name, raising=False)
     assert main(["train", *words.split()]) == 2
     out, err = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_the_commands_arguments_have_the_documented_defaults() -> None:
     ],
 )
 def test_ranks_that_do_not_know_of_each_other_are_warned(size: int, environ: dict[str, str], name: str | None) -> None:
-    warning = launch.wrong_size(size, environ)
+    warning = environment.wrong_size(size, environ)
     assert (warning is None) if name is None else (warning is not None and warning.startswith(name))
 
 

@@ -18,6 +18,7 @@ FLOORS = {
     "buffers": 1,
     "device": 1,
     "topology": 1,
+    "environment": 1,
     "shared": 2,
     "channel": 2,
     "inside": 2,

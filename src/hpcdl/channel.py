@@ -44,6 +44,8 @@ class Channel:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.wire: MPI.Intracomm = comm.Dup()
+        self.training: MPI.Intracomm | None = None
+        """Another duplicate, for gradients, once there are any."""
         self.rank, self.size = comm.rank, comm.size
         self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self.kept: dict[tuple[object, ...], Kept] = {}
@@ -98,6 +100,8 @@ class Channel:
         """Free what is bound to the duplicate, and the duplicate itself (a collective call)."""
         self.release()
         self.board = self.gate = self.staging = None
+        if self.training is not None:
+            self.training.Free()
         self.wire.Free()
 
     def release(self) -> None:

@@ -9,8 +9,8 @@ from idx import write_images
 from mpi4py import MPI
 
 import hpcdl
-from hpcdl.cli.launch import cores_per_rank, crowding
 from hpcdl.data import DataError, ImageSet, Part, load_together
+from hpcdl.environment import cores_per_rank, crowding
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -23,9 +23,10 @@ from hpcdl.cli.bench_compete import Call, Peer, compete_at
 from hpcdl.cli.bench_measure import UFUNCS, NumPyArray
 from hpcdl.cli.bench_overlap import overlap_at
 from hpcdl.cli.bench_report import FORMATS, Row, label, plot
-from hpcdl.cli.launch import notices, terminal
+from hpcdl.cli.launch import terminal
 from hpcdl.cli.sizes import parse_bytes, show_bytes
 from hpcdl.cli.train import Refused, agree, complain, count, rate
+from hpcdl.environment import notices
 from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:

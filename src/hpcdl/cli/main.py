@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import hpcdl
 from hpcdl import verdict
-from hpcdl.cli.launch import terminal, under_launcher
+from hpcdl.cli.launch import terminal
+from hpcdl.environment import under_launcher
 
 # Each is a module of this package with add_arguments(parser) and run(arguments) -> exit status.
 COMMANDS = {

@@ -15,8 +15,9 @@ import numpy as np
 
 import hpcdl
 from hpcdl import verdict
-from hpcdl.cli.launch import cores_per_rank, notices, terminal
+from hpcdl.cli.launch import terminal
 from hpcdl.data import DataError, ImageSet, load_together
+from hpcdl.environment import cores_per_rank, notices
 from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:

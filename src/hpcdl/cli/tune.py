@@ -22,10 +22,10 @@ from hpcdl.buffers import HALVES, TYPES
 from hpcdl.choice import HOST, Shape, candidates, serves, shared_cost
 from hpcdl.cli.bench import progress, sizes
 from hpcdl.cli.bench_measure import Competitor, NumPyArray, measure
-from hpcdl.cli.launch import notices
 from hpcdl.cli.sizes import UNITS, parse_bytes, show_bytes, show_seconds
 from hpcdl.cli.train import Refused, agree, complain, rate
 from hpcdl.collectives import Cost, Link, find
+from hpcdl.environment import notices
 
 if TYPE_CHECKING:
     from mpi4py import MPI
