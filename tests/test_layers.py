@@ -31,6 +31,7 @@ FLOORS = {
     "api": 4,
     "__init__": 4,  # the public face
     "data": 5,
+    "text": 5,
     "torch": 5,
     "compress": 5,
     "sgd": 5,

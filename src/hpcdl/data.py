@@ -6,10 +6,10 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Set = TypeVar("Set")
 
 CLASSES = 10
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
@@ -93,19 +95,24 @@ def load(source: str | None = None) -> ImageSet:
 
 def load_together(source: str | None, comm: MPI.Comm) -> ImageSet:
     """Read the same data on every rank, each for itself; if one rank cannot, all raise the same DataError."""
-    images = problem = None
+    return together(lambda: load(source), comm, lambda images: f"{images.counts}, checksum {_checksum(images):08x}")
+
+
+def together(load: Callable[[], Set], comm: MPI.Comm, describe: Callable[[Set], str]) -> Set:
+    """Load on every rank, and refuse on all what one rank cannot load, or what is not described alike."""
+    loaded = problem = None
     try:
-        images = load(source)
+        loaded = load()
     except DataError as error:
         problem = str(error)
     problem = verdict.agree(comm, problem)
-    if images is None or problem:
+    if loaded is None or problem:
         raise DataError(problem)
     # Each node may have a copy of its own, or another default: what was read must be the same bytes.
-    differs = verdict.difference(comm, "data", f"{images.counts}, checksum {_checksum(images):08x}")
+    differs = verdict.difference(comm, "data", describe(loaded))
     if differs:
         raise DataError(differs)
-    return images
+    return loaded
 
 
 def read_folder(folder: Path, name: str) -> ImageSet:

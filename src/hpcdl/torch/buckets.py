@@ -31,7 +31,7 @@ class Slot:
 
     def __init__(self, number: int, named: Named, bucket: Bucket, start: int) -> None:
         self.number, (self.name, self.parameter), self.bucket = number, named, bucket
-        self.view = _like(self.parameter, bucket.flat[start : start + self.parameter.numel()])
+        self.view = _like(self.parameter, bucket.flat, start)
         self._address, self._strides = self.view.data_ptr(), self.view.stride()
         self.used = False
         """Has it got a gradient since the last reduction?"""
@@ -113,10 +113,12 @@ def _padded(parameter: Tensor) -> int:
     return -(-parameter.numel() // line) * line
 
 
-def _like(parameter: Tensor, flat: Tensor) -> Tensor:
+def _like(parameter: Tensor, flat: Tensor, start: int) -> Tensor:
     """A piece of a bucket in the parameter's shape and, where that is dense, with its strides.
 
     torch's fused optimisers take for granted that a gradient lies as its parameter does, as in channels_last.
     """
     strides = torch.empty_like(parameter, device="meta").stride()  # as autograd would lay it out
-    return flat.as_strided(parameter.shape, strides)
+    # On the storage and no view to autograd, so that a user may call detach_() on it.
+    piece = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return piece.set_(flat.untyped_storage(), flat.storage_offset() + start, parameter.shape, strides)

@@ -100,8 +100,9 @@ class DistributedDataParallel(nn.Module):
         _check_module(module, device_ids, output_device)
         _check_launch()
         self._ignored = {*ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
-        self._synchronise, self._joining, self._told = True, False, frozenset[str]()
-        self.require_forward_param_sync = True
+        self._synchronise, self._told = True, frozenset[str]()
+        self._joining = self._among_present = False
+        self._last_present = [0]
 
         named = [(name, each) for name, each in module.named_parameters() if name not in self._ignored]
         broadcast_parameters([*named, *self._buffers_named()], comm)
@@ -219,23 +220,21 @@ class DistributedDataParallel(nn.Module):
         self._joining, self._among_present = True, not divide_by_initial_world_size
         try:
             yield
-            last = list(range(self.reducer.comm.size))
             while present := self._who_is_there(False):
                 self._reduce(present, joined=True)
-                last = present
         finally:
             self._joining = self._among_present = False
-        for tensor in self.module.state_dict().values():
-            hpcdl.broadcast(tensor, self.reducer.comm, root=last[0])
-
-    _among_present = False
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            hpcdl.broadcast(tensor.detach(), self.reducer.comm, root=self._last_present[0])
 
     def _who_is_there(self, present: bool) -> list[int]:
         """The ranks that have data for a step."""
         there = torch.zeros(self.reducer.comm.size, dtype=torch.uint8)
         there[self.reducer.comm.rank] = present
         hpcdl.allreduce(there, self.reducer.comm, op="max")
-        return [rank for rank, is_there in enumerate(there.tolist()) if is_there]
+        present = [rank for rank, is_there in enumerate(there.tolist()) if is_there]
+        self._last_present = present or self._last_present
+        return present
 
     # ---- a module like any other ---------------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
-"""Synchronous data-parallel SGD, plain: forward, backward, one all-reduce of all gradients, the same step."""
+"""Synchronous data-parallel training, plain: forward and backward on my share, one summed gradient, the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -12,152 +15,296 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hpcdl
-from hpcdl.data import CLASSES, ImageSet, Part, part, shares
+from hpcdl.data import ImageSet, part, shares
+from hpcdl.text import Text, batch, windows
+from hpcdl.torch.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from hpcdl.torch.models import MODELS
+from hpcdl.torch.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+Numbers: TypeAlias = NDArray[np.int64]
+Samples: TypeAlias = Callable[[Numbers], tuple[Tensor, Tensor]]
+
+
+# ---- what is learnt ------------------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """What there is to learn: so many samples, handed out by their numbers as inputs and labels."""
+
+    name: str
+    counts: str
+    unit: str  # what is labelled: images, characters
+    shape: tuple[int, int]  # what a network is made for: rows and columns, or vocabulary and block size
+    train_count: int
+    test_count: int
+    labels: int  # of each sample
+    train: Samples
+    test: Samples
+
+
+def image_task(images: ImageSet, dtype: torch.dtype = torch.float32) -> Task:
+    """Name what is on an image; its bytes become numbers of mean 0 and deviation 1 over all that are trained on."""
+    rows, columns = images.train.images.shape[1:]
+    mean, deviation = float(images.train.images.mean()), float(images.train.images.std()) or 1.0
+
+    def samples(pixels: NDArray[np.uint8], labels: Numbers) -> Samples:
+        return lambda chosen: (
+            torch.from_numpy(pixels[chosen]).to(dtype).sub_(mean).div_(deviation),
+            torch.from_numpy(labels[chosen]),
+        )
+
+    counts = len(images.train.labels), len(images.test.labels)
+    both = samples(*images.train), samples(*images.test)
+    return Task(images.name, images.counts, "images", (rows, columns), *counts, 1, *both)
+
+
+def text_task(text: Text, block_size: int) -> Task:
+    """Name the character that follows, at every place of a window."""
+
+    def samples(numbers: NDArray[Any]) -> Samples:
+        def take(chosen: Numbers) -> tuple[Tensor, Tensor]:
+            inputs, labels = batch(numbers, chosen, block_size)
+            return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+        return take
+
+    counts = windows(text.train, block_size), windows(text.test, block_size)
+    both = samples(text.train), samples(text.test)
+    shape = len(text.vocabulary), block_size
+    return Task(text.name, text.counts, "characters", shape, *counts, block_size, *both)
+
+
+def build(name: str, task: Task, *, seed: int) -> nn.Module:
+    """The named network for this task, its parameters drawn from the seed."""
+    torch.manual_seed(seed)
+    return MODELS[name](*task.shape)
+
+
+# ---- the optimiser -------------------------------------------------------------------------------------------------
+
+
+class Optimizer(Protocol):
+    """What a trainer asks of an optimiser; torch.optim's have it."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Sgd:
+    """Gradient descent with momentum, in torch's form: u = m u + g, w = w - lr u."""
+
+    # torch.optim.SGD does the same, but the first optimiser made imports torch's compiler: 2 to 10 s a process, and
+    # all of MNIST-5k is learnt in 5.
+    def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float = 0.0) -> None:
+        self.parameters, self.lr, self.momentum = list(parameters), lr, momentum
+        self.velocities = [torch.zeros_like(each) for each in self.parameters]
+
+    def zero_grad(self) -> None:
+        for each in self.parameters:
+            each.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, velocity in zip(self.parameters, self.velocities, strict=True):
+            if parameter.grad is not None:
+                velocity.mul_(self.momentum).add_(parameter.grad)
+                parameter.add_(velocity, alpha=-self.lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The velocities; the rate and the momentum are for whoever resumes to choose."""
+        return {"velocities": self.velocities}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for velocity, saved in zip(self.velocities, state_dict["velocities"], strict=True):
+            velocity.copy_(saved)
+
+
+# ---- the training --------------------------------------------------------------------------------------------------
+
 
 class Epoch(NamedTuple):
-    """What one epoch came to, the same on all ranks."""
+    """What one epoch came to, the same on all ranks; losses are the mean over the labels."""
 
     number: int
     loss: float
+    test_loss: float
     accuracy: float
-    images_per_s: float
-    communication: float  # the share of the ranks' training time spent in the all-reduce, waiting included
+    per_s: float  # images, or characters
+    communication: float  # see Measured
 
 
-class Replica:
-    """One rank's copy of a model, all its parameters in one vector and all its gradients in another.
+class Measured(NamedTuple):
+    """What some steps came to on all ranks together.
 
-    The model's own parameters and gradients are views into the two, so one all-reduce moves every gradient
-    and the optimiser is three operations on whole vectors. Buffers, such as running statistics, stay the
-    rank's own.
+    `communication` is the share of the ranks' time between the end of the local backward and the end of the reduction:
+    what training waits for it, and for slower ranks. What overlaps with backward is not in it.
     """
 
-    def __init__(
-        self, model: nn.Module, comm: MPI.Comm, *, lr: float, momentum: float = 0.0, algorithm: str = "auto"
-    ) -> None:
-        self.model, self.comm = model, comm
-        self.lr, self.momentum, self.algorithm = lr, momentum, algorithm
-        parameters = list(model.parameters())
-        self.parameters = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        self.gradient = torch.zeros_like(self.parameters)
-        self.velocity = torch.zeros_like(self.parameters)
-        start = 0
-        for parameter in parameters:
-            stop = start + parameter.numel()
-            parameter.data = self.parameters[start:stop].view_as(parameter)
-            # autograd adds to a gradient that is there already, so this view stays the gradient.
-            parameter.grad = self.gradient[start:stop].view_as(parameter)
-            start = stop
-        self.communication_s = 0.0
-        hpcdl.broadcast(self.parameters, comm, root=0)
+    loss: float
+    per_s: float
+    communication: float
 
-    def step(self, images: Tensor, labels: Tensor, total: int) -> float:
-        """Take one step on a global batch of total samples, these being mine; give my part of its loss."""
-        self.gradient.zero_()
-        # Divided by the samples of all ranks, the losses' sum is the mean over the global batch, however
-        # unevenly the samples lie. A mean of the ranks' means would weigh a short share too much, and the mean
-        # over no sample is NaN where the sum is 0.
-        loss = nn.functional.cross_entropy(self.model(images), labels, reduction="sum") / total
-        loss.backward()  # type: ignore[no-untyped-call]
+
+class _Timed(DistributedDataParallel):
+    """Adds up the time that backward waits for the reduction."""
+
+    waited_s = 0.0
+
+    def _end(self) -> None:
         began = perf_counter()
-        hpcdl.allreduce(self.gradient, self.comm, op="sum", algorithm=self.algorithm)
-        self.communication_s += perf_counter() - began
-        self.velocity.mul_(self.momentum).add_(self.gradient)
-        self.parameters.add_(self.velocity, alpha=-self.lr)
-        return loss.item()
-
-    def spread(self) -> float:
-        """The largest difference of a parameter between ranks; it should be 0, and is finite if all of them are."""
-        # MPI's own all-reduce is the witness here: the one that may have gone wrong shall not judge itself.
-        # MPI's max and min may drop a NaN, but no infinity.
-        highest = self.parameters.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        lowest = highest.clone()
-        hpcdl.allreduce(highest, self.comm, op="max", algorithm="native")
-        hpcdl.allreduce(lowest, self.comm, op="min", algorithm="native")
-        return float((highest - lowest).max())
+        super()._end()
+        self.waited_s += perf_counter() - began
 
 
-class Scale:
-    """Bytes to numbers of mean 0 and deviation 1, as measured on the images that are trained on."""
+class Trainer:
+    """One rank's part in a training: the wrapped model, its optimiser, and how far they have come."""
 
-    def __init__(self, images: NDArray[np.uint8], dtype: torch.dtype = torch.float32) -> None:
-        self.mean, self.deviation, self.dtype = float(images.mean()), float(images.std()) or 1.0, dtype
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: MPI.Intracomm,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        accumulate: int = 1,
+        **wrapping: Any,
+    ) -> None:
+        """`batch_size` samples of each rank in each of `accumulate` backward passes; `wrapping` is the wrapper's."""
+        self.task, self.comm, self.optimizer = task, comm, optimizer
+        # The sum: each rank's loss is divided by the samples of all.
+        self.model = _Timed(model, comm, average=False, **wrapping)
+        self.batch_size, self.seed, self.accumulate = batch_size, seed, accumulate
+        self.steps_an_epoch = -(-task.train_count // (batch_size * accumulate * comm.size))
+        self.steps = 0
+        self.epochs: list[Epoch] = []
+        self._sums = np.zeros(4)  # of this epoch so far: my part of the loss, seconds, of these waited, all samples
+        self._told = np.zeros(4)
 
-    def __call__(self, images: NDArray[np.uint8]) -> Tensor:
-        return torch.from_numpy(images).to(self.dtype).sub_(self.mean).div_(self.deviation)
+    def train(self, epochs: int, on_step: Callable[[int], object] = lambda samples: None) -> Iterator[Epoch]:
+        """Go on to the given epoch; tell on_step each global batch's samples, give each epoch's result."""
+        task, comm = self.task, self.comm
+        while (epoch := len(self.epochs)) < epochs:
+            self.model.train()
+            batches = shares(
+                task.train_count,
+                epoch,
+                seed=self.seed,
+                batch_size=self.batch_size * self.accumulate,
+                rank=comm.rank,
+                size=comm.size,
+            )
+            for mine, total in islice(batches, self.steps - epoch * self.steps_an_epoch, None):
+                self.step(mine, total)
+                on_step(total)
+            loss, per_s, communication = self._measure(self._sums)
+            self.epochs.append(Epoch(epoch + 1, loss, *evaluate(self.model, task, comm), per_s, communication))
+            self._sums, self._told = np.zeros(4), np.zeros(4)
+            yield self.epochs[-1]
+
+    def step(self, mine: Numbers, total: int) -> None:
+        """Take one step on a global batch of `total` samples, these being mine."""
+        began, waited_s, loss = perf_counter(), self.model.waited_s, 0.0
+        self.optimizer.zero_grad()
+        for number in range(self.accumulate):
+            inputs, labels = self.task.train(mine[part(len(mine), number, self.accumulate)])
+            # Divided by the samples of all ranks and passes, the losses' sum is the mean over the global batch, however
+            # unevenly the samples lie. A mean of means would weigh a short share too much, and the mean over no sample
+            # is NaN where the sum is 0.
+            with nullcontext() if number == self.accumulate - 1 else self.model.no_sync():
+                some = cross_entropy(self.model(inputs), labels) / (total * self.task.labels)
+                some.backward()  # type: ignore[no-untyped-call]
+            loss += some.item()
+        self.optimizer.step()
+        self.steps += 1
+        self._sums += loss * total, perf_counter() - began, self.model.waited_s - waited_s, total
+
+    def measure(self) -> Measured:
+        """What came of this epoch's steps since it was last asked; a collective call."""
+        news, self._told = self._sums - self._told, self._sums.copy()
+        return self._measure(news)
+
+    def _measure(self, sums: NDArray[np.float64]) -> Measured:
+        loss, seconds, waited_s, samples = hpcdl.allreduce(sums.copy(), self.comm, op="sum").tolist()
+        samples_each = samples / self.comm.size  # every rank has counted them all
+        return Measured(loss / samples_each, samples * self.task.labels / seconds, waited_s / seconds)
+
+    # What must be the same for the rest of the training to be the same.
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "data": f"{self.task.counts}, shape {self.task.shape}",
+            "batch size": self.batch_size,
+            "accumulation": self.accumulate,
+            "seed": self.seed,
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint of where the training is; a collective call."""
+        return save_checkpoint(
+            folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            step=self.steps,
+            sampler=self._settings,
+            extra={"epochs": [list(each) for each in self.epochs], "sums": self._sums.tolist()},
+            comm=self.comm,
+        )
+
+    def resume(self, folder: str | Path) -> Checkpoint | None:
+        """Go to where the newest whole checkpoint was, None if there is none; a collective call.
+
+        CheckpointError, on all ranks: it was saved by another number of ranks, of another model, data, batch or seed.
+        """
+        checkpoint = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        if checkpoint is None:
+            return None
+        for name, ours in self._settings.items():
+            if (saved := checkpoint.sampler[name]) != ours:
+                raise CheckpointError(f"{checkpoint.path} is of a training with {name} {saved}, this one has {ours}")
+        self.steps = checkpoint.step
+        self.epochs = [Epoch(*each) for each in checkpoint.extra["epochs"]]
+        self._sums = np.array(checkpoint.extra["sums"])
+        self._told = self._sums.copy()
+        return checkpoint
 
 
-def mlp(rows: int, columns: int) -> nn.Module:
-    """One hidden layer of 256."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(rows * columns, 256), nn.ReLU(), nn.Linear(256, CLASSES))
-
-
-def cnn(rows: int, columns: int) -> nn.Module:
-    """Two convolutions of 3 x 3, each followed by a pooling, and one linear layer."""
-    if min(rows, columns) < 4:
-        raise ValueError(f"two poolings by 2 need images of at least 4 x 4, these are {rows} x {columns}")
-    return nn.Sequential(
-        nn.Unflatten(1, (1, rows)),
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * (rows // 4) * (columns // 4), CLASSES),
-    )
-
-
-MODELS: dict[str, Callable[[int, int], nn.Module]] = {"mlp": mlp, "cnn": cnn}
-
-
-def build(name: str, images: ImageSet, *, seed: int) -> nn.Module:
-    """The named model for images of this size, its parameters drawn from the seed."""
-    rows, columns = images.train.images.shape[1:]
-    torch.manual_seed(seed)
-    return MODELS[name](rows, columns)
-
-
-def train(
-    replica: Replica,
-    images: ImageSet,
-    *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    on_step: Callable[[int], object] = lambda samples: None,
-) -> Iterator[Epoch]:
-    """Train on my share of each global batch; tell on_step each batch's samples, give each epoch's result."""
-    comm, n = replica.comm, len(images.train.labels)
-    scale = Scale(images.train.images, replica.parameters.dtype)
-    for epoch in range(epochs):
-        replica.model.train()
-        began, waited, loss = perf_counter(), replica.communication_s, 0.0
-        for mine, total in shares(n, epoch, seed=seed, batch_size=batch_size, rank=comm.rank, size=comm.size):
-            pixels, labels = scale(images.train.images[mine]), torch.from_numpy(images.train.labels[mine])
-            loss += replica.step(pixels, labels, total) * total
-            on_step(total)
-        sums = np.array([loss, perf_counter() - began, replica.communication_s - waited])
-        hpcdl.allreduce(sums, comm, op="sum")
-        loss, seconds, communication_s = sums.tolist()
-        accuracy = count_correct(replica, scale, images.test) / len(images.test.labels)
-        yield Epoch(epoch + 1, loss / n, accuracy, n * comm.size / seconds, communication_s / seconds)
+def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """The sum over all labels, each with the scores of its classes."""
+    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten(), reduction="sum")
 
 
 @torch.no_grad()
-def count_correct(replica: Replica, scale: Scale, test: Part, *, batch_size: int = 1000) -> int:
-    """How many test images all ranks together name rightly; each image is looked at by one rank."""
-    comm, model = replica.comm, replica.model
+def evaluate(model: nn.Module, task: Task, comm: MPI.Comm, *, batch_size: int = 250) -> tuple[float, float]:
+    """The held-out samples' loss, and which share of labels all ranks name rightly; one rank looks at each sample."""
     model.eval()
-    mine = part(len(test.labels), comm.rank, comm.size)
-    correct = np.zeros(1, dtype=np.int64)
-    for start in range(mine.start, mine.stop, batch_size):
-        batch = slice(start, min(start + batch_size, mine.stop))
-        correct += int((model(scale(test.images[batch])).argmax(1).numpy() == test.labels[batch]).sum())
-    hpcdl.allreduce(correct, comm, op="sum")
-    return int(correct[0])
+    mine = np.arange(task.test_count)[part(task.test_count, comm.rank, comm.size)]
+    sums = np.zeros(2)
+    for start in range(0, len(mine), batch_size):
+        inputs, labels = task.test(mine[start : start + batch_size])
+        scores = model(inputs)
+        sums += cross_entropy(scores, labels).item(), int((scores.argmax(-1) == labels).sum())
+    hpcdl.allreduce(sums, comm, op="sum")
+    loss, correct = (sums / (task.test_count * task.labels)).tolist()
+    return loss, correct
+
+
+def spread(model: nn.Module, comm: MPI.Comm) -> float:
+    """The largest difference of a parameter between ranks; it should be 0, and is finite if all of them are."""
+    # MPI's own all-reduce is the witness here: the one that may have gone wrong shall not judge itself.
+    # MPI's max and min may drop a NaN, but no infinity.
+    highest = torch.cat([each.detach().flatten() for each in model.parameters()])
+    highest.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    lowest = highest.clone()
+    hpcdl.allreduce(highest, comm, op="max", algorithm="native")
+    hpcdl.allreduce(lowest, comm, op="min", algorithm="native")
+    return float((highest - lowest).max())
