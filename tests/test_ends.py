@@ -49,6 +49,31 @@ def test_a_rank_that_raises_with_works_and_a_thread_in_flight(tmp_path: Path) ->
     assert "rank 1 has had enough" in run.stdout + run.stderr
 
 
+WAITS = {
+    "a plain call": "hpcdl.allreduce(np.ones(3))",
+    "a long one": "hpcdl.allreduce(np.ones(10**6))",
+    "a work": "hpcdl.iallreduce(np.ones(3)).wait()",
+    "a plan": "plan()",
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_who_waits_for_a_rank_that_has_ended_is_told_its_number(what: str) -> None:
+    script = f"""
+import numpy as np, hpcdl
+from mpi4py import MPI
+plan = hpcdl.plan_allreduce(np.ones(10**4), algorithm="shared")
+for step in range(5):
+    hpcdl.allreduce(np.ones(3))
+    plan()
+if MPI.COMM_WORLD.rank == 0:
+    {WAITS[what]}
+"""
+    run = run_ranks(2, "-c", script, timeout_s=30)
+    assert run.returncode != 0
+    assert "RankEndedError: rank 1 has ended its program" in run.stderr
+
+
 def test_a_good_end_prints_nothing(tmp_path: Path) -> None:
     """Plans left open and communicators not freed: the exit hook frees what it can, and MPI says no word."""
     script = tmp_path / "leaves.py"

@@ -19,24 +19,29 @@ from hpcdl.api import (
     ibroadcast,
     ireduce,
     ireduce_scatter,
+    local_rank,
+    local_size,
     plan_allgather,
     plan_allreduce,
     plan_barrier,
     plan_broadcast,
     plan_reduce,
     plan_reduce_scatter,
+    rank,
     reduce,
     reduce_scatter,
     share,
+    size,
     zeros,
 )
-from hpcdl.errors import HpcdlError, MismatchError, UnsupportedArrayError
+from hpcdl.errors import HpcdlError, MismatchError, RankEndedError, UnsupportedArrayError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "HpcdlError",
     "MismatchError",
+    "RankEndedError",
     "UnsupportedArrayError",
     "algorithms",
     "allgather",
@@ -53,14 +58,18 @@ __all__ = [
     "ibroadcast",
     "ireduce",
     "ireduce_scatter",
+    "local_rank",
+    "local_size",
     "plan_allgather",
     "plan_allreduce",
     "plan_barrier",
     "plan_broadcast",
     "plan_reduce",
     "plan_reduce_scatter",
+    "rank",
     "reduce",
     "reduce_scatter",
     "share",
+    "size",
     "zeros",
 ]

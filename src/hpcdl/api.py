@@ -217,6 +217,34 @@ def zeros(shape: int | Sequence[int], dtype: str | type = "float32", comm: MPI.C
     return empty(shape, dtype, comm)
 
 
+def rank(comm: MPI.Comm | None = None) -> int:
+    """This process's number in the communicator, from 0."""
+    return _comm(comm).rank
+
+
+def size(comm: MPI.Comm | None = None) -> int:
+    """How many ranks the communicator has."""
+    return _comm(comm).size
+
+
+def local_rank(comm: MPI.Comm | None = None) -> int:
+    """This rank's number among those of its node, from 0: which GPU is its own.
+
+    The first call on a communicator is a collective one.
+    """
+    from hpcdl.channel import channel
+
+    own = channel(comm)
+    return own.node.index(own.rank)
+
+
+def local_size(comm: MPI.Comm | None = None) -> int:
+    """How many ranks of the communicator this node has. The first call on a communicator is a collective one."""
+    from hpcdl.channel import channel
+
+    return len(channel(comm).node)
+
+
 def share(n: int, comm: MPI.Comm | None = None) -> slice:
     """This rank's share of n elements: the first n % size ranks have one more than the others."""
     from hpcdl.channel import channel
@@ -270,6 +298,12 @@ def explain(
 
     own = channel(comm)
     return explained(collective, nbytes, shape_of(own), dtype, kind, own.table)
+
+
+def _comm(comm: MPI.Comm | None) -> MPI.Comm:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD if comm is None else comm
 
 
 @cache

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,9 +87,10 @@ class Channel:
                 stacklevel=2,
             )
 
-    def poke(self) -> None:
-        """Let MPI work on the messages of others."""
+    def poke(self) -> Collection[int]:
+        """Let MPI work on the messages of others; the ranks of this node that have ended, as far as that can be seen."""
         self.wire.Iprobe()
+        return self.board.ended() if self.board else ()
 
     def operation(self) -> int:
         """The number of this operation: equal on all ranks, as they start their collectives in one order."""
@@ -103,6 +104,12 @@ class Channel:
         if self.training is not None:
             self.training.Free()
         self.wire.Free()
+
+    def leave(self) -> None:
+        """The program ends."""
+        self.release()
+        if self.board is not None:
+            self.board.leave()
 
     def release(self) -> None:
         """Free what can be freed without the other ranks."""
@@ -173,7 +180,7 @@ def _first_use() -> None:
 
 def _at_exit() -> None:
     for known in list(_channels):
-        known.release()
+        known.leave()
 
 
 class _Abort:

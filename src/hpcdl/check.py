@@ -75,6 +75,11 @@ class Check(Meeting):
             self._compare([int(self._largest[0]), -int(self._largest[1])])
         return True
 
+    def absent(self) -> list[int]:
+        """The ranks of this node that have not asked."""
+        board = self.channel.board
+        return [] if board is None else board.without(self.number)
+
     def Wait(self) -> None:
         """Wait until all ranks have asked."""
         if self._request is not None:

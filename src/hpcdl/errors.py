@@ -20,5 +20,9 @@ class MismatchError(HpcdlError):
         self.table = list(table)
 
 
+class RankEndedError(HpcdlError):
+    """A rank ended its program while others wait for it in a collective."""
+
+
 class UnsupportedArrayError(HpcdlError, TypeError):
     """An array of a kind, a type or a layout that the collective cannot serve; no data has moved."""

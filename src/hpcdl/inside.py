@@ -7,7 +7,7 @@ all get the same bits, and always the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 from hpcdl.buffers import HALVES, Action, Array, Vector, segments
@@ -73,7 +73,7 @@ class Summing:
 class Staging:
     """Shared memory that private arrays pass through: a gate and three buffers for each rank of the node."""
 
-    def __init__(self, memory: Memory, rank: int, buffer_bytes: int, poke: Callable[[], object]) -> None:
+    def __init__(self, memory: Memory, rank: int, buffer_bytes: int, poke: Callable[[], Collection[int]]) -> None:
         self.memory, self.buffer_bytes = memory, buffer_bytes
         self.ranks, self.me = memory.ranks, memory.ranks.index(rank)
         self.gate = Gate(memory, 0, rank, poke)

@@ -17,11 +17,13 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
+
+from hpcdl.errors import RankEndedError
 
 # Counters are words; two ranks' never stand in one cache line, or the ranks would fight for it.
 WORD, LINE = 8, 8
@@ -154,19 +156,36 @@ where ranks share cores, with each other or with anything else, they hold up tho
 class Meeting:
     """What behaves like a request and is in shared memory: other ranks' words, which are looked at."""
 
-    poke: Callable[[], object]
-    """Lets MPI work on its messages: it does so only when it is called, and another rank may wait for one from here."""
+    poke: Callable[[], Collection[int]]
+    """Lets MPI work on its messages: it does so only when it is called, and another rank may wait for one from here.
+    Gives the ranks that have ended."""
 
     def there(self) -> bool:
         """Have all come?"""
+        raise NotImplementedError
+
+    def absent(self) -> list[int]:
+        """The ranks that have not."""
         raise NotImplementedError
 
     def Test(self) -> bool:
         """Have all come? Else MPI gets its turn."""
         if self.there():
             return True
-        self.poke()
+        self._look_round()
         return False
+
+    def _look_round(self) -> None:
+        ended = self.poke()
+        if not ended:
+            return
+        # Asked behind that: who has come and then ended is missed by nobody.
+        missed = [rank for rank in self.absent() if rank in ended]
+        if missed:
+            raise RankEndedError(
+                f"rank {missed[0]} has ended its program, and will not come to the collective that is waited for here: "
+                "all ranks must call the same collectives as often"
+            )
 
     def Wait(self) -> None:
         """Wait until all have come."""
@@ -176,7 +195,7 @@ class Meeting:
             if looks > LOOKS:
                 os.sched_yield()
                 if looks % 64 == 0:
-                    self.poke()
+                    self._look_round()
 
 
 class Gate(Meeting):
@@ -185,10 +204,11 @@ class Gate(Meeting):
     A counter only grows, so a rank may come for the next time before another has seen that all came for this one.
     """
 
-    def __init__(self, memory: Memory, offset: int, rank: int, poke: Callable[[], object]) -> None:
+    def __init__(self, memory: Memory, offset: int, rank: int, poke: Callable[[], Collection[int]]) -> None:
         self._words = memoryview(memory).cast("q")
         self._mine = (memory.place(rank) + offset) // WORD
-        self._others = [(memory.place(other) + offset) // WORD for other in memory.ranks if other != rank]
+        self._ranks = [other for other in memory.ranks if other != rank]
+        self._others = [(memory.place(other) + offset) // WORD for other in self._ranks]
         self.poke = poke
         self._count = 0
 
@@ -209,6 +229,11 @@ class Gate(Meeting):
             pass
         return True
 
+    def absent(self) -> list[int]:
+        """The ranks that have not arrived."""
+        places = zip(self._ranks, self._others, strict=True)
+        return [rank for rank, other in places if self._words[other] < self._count]
+
 
 class Board:
     """Where a node's ranks post what they call, by the number of the operation, and how far they have come in it.
@@ -218,13 +243,14 @@ class Board:
 
     ROOM = 64
     # In words, in each rank's part. The first line is left to the gate of plain calls.
-    DONE, POSTS, STAGES, END = LINE, 2 * LINE, 2 * LINE + 2 * ROOM, 2 * LINE + 3 * ROOM
+    DONE, ENDED, POSTS, STAGES, END = LINE, LINE + 1, 2 * LINE, 2 * LINE + 2 * ROOM, 2 * LINE + 3 * ROOM
     MOST_STAGES = 4
 
-    def __init__(self, memory: Memory, rank: int, poke: Callable[[], object]) -> None:
+    def __init__(self, memory: Memory, rank: int, poke: Callable[[], Collection[int]]) -> None:
         self._words = memoryview(memory).cast("q")
         self._mine = memory.place(rank) // WORD
-        self._others = [memory.place(other) // WORD for other in memory.ranks if other != rank]
+        self._ranks = [other for other in memory.ranks if other != rank]
+        self._others = [memory.place(other) // WORD for other in self._ranks]
         self.poke = poke
         self._begun = self._done_by_all = 0
         self._open: set[int] = set()
@@ -257,6 +283,31 @@ class Board:
         with FENCE:
             pass
         return [words[other + word + 1] for other in self._others]
+
+    def without(self, number: int) -> list[int]:
+        """The ranks that have not posted, or keep this one from it by an older operation that they have not ended."""
+        words, word = self._words, self.POSTS + 2 * (number % self.ROOM)
+        places = zip(self._ranks, self._others, strict=True)
+        return [rank for rank, other in places if words[other + word] != number]
+
+    def late(self, number: int, stage: int) -> list[int]:
+        """The ranks that have not come so far."""
+        words, word = self._words, self.STAGES + number % self.ROOM
+        places = zip(self._ranks, self._others, strict=True)
+        return [rank for rank, other in places if words[other + word] < number * self.MOST_STAGES + stage]
+
+    def leave(self) -> None:
+        """This rank ends its program: it comes to nothing that it has not come to yet."""
+        with FENCE:
+            pass
+        self._words[self._mine + self.ENDED] = 1
+
+    def ended(self) -> list[int]:
+        """The ranks that have."""
+        ended = [rank for rank, other in zip(self._ranks, self._others, strict=True) if self._words[other + self.ENDED]]
+        with FENCE:
+            pass
+        return ended
 
     def arrive(self, number: int, stage: int) -> None:
         """This rank has come so far in the operation."""
@@ -295,3 +346,7 @@ class OneGate(Meeting):
     def there(self) -> bool:
         """Have all arrived?"""
         return self._board.arrived(self._number, self._stage)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not arrived."""
+        return self._board.late(self._number, self._stage)

@@ -613,7 +613,7 @@ def test_a_plan_interrupted_half_way_cannot_be_called(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdl.execute.wait", interrupted)
+        patch.setattr("hpcdl.shared.Meeting.Wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             plan()
     with pytest.raises(RuntimeError, match="this plan is in flight"):

@@ -423,6 +423,32 @@ def test_the_inner_module_called_on_its_own_is_reduced_too(comm: MPI.Intracomm, 
     follow(comm, ddp, network(), loss=lambda model, x: loss_of(model.module if model is ddp else model, x))
 
 
+def test_the_inner_modules_sum_is_no_second_reduction(comm: MPI.Intracomm, overlap: bool) -> None:
+    layer = nn.Linear(3, 2)
+    ddp = DistributedDataParallel(layer, comm, average=False, overlap=overlap)
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=False)
+        layer(torch.full((1, 3), comm.rank + 1.0)).sum().backward()
+        assert (layer.weight.grad == sum(range(1, comm.size + 1))).all()
+    with pytest.raises(RuntimeError, match="was reduced in an earlier backward pass"):
+        layer(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_sparse_gradient_that_nobody_expected_has_a_place_in_a_bucket(comm: MPI.Intracomm) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self, row: int) -> Tensor:
+            return nn.functional.embedding(torch.tensor([row, row]), self.table, sparse=True)
+
+    model = Rows()
+    ddp = DistributedDataParallel(model, comm, average=False)
+    ddp(comm.rank).sum().backward()
+    assert (model.table.grad == torch.tensor([2.0 * (row < comm.size) for row in range(4)])[:, None]).all()
+
+
 @pytest.mark.parametrize("windows", [(1, 3, 2)])
 def test_under_no_sync_gradients_add_up_on_each_rank(
     comm: MPI.Intracomm, overlap: bool, windows: tuple[int, ...]

@@ -39,7 +39,8 @@ class Slot:
     def holds(self, gradient: Tensor) -> bool:
         """Does the gradient lie here? Its identity says nothing: model.double() exchanges the memory of a tensor."""
         return (
-            gradient.data_ptr() == self._address
+            gradient.layout is torch.strided
+            and gradient.data_ptr() == self._address
             and gradient.dtype is self.view.dtype
             and gradient.stride() == self._strides
         )

@@ -122,7 +122,7 @@ def broadcast_parameters(parameters: Parameters, comm: MPI.Comm | None = None, *
     """
     own = _channel(comm, root)
     named = _checked(own, parameters)
-    _compare(own, _kinds(named), root)
+    compare_kinds(own, kinds_of(named), root)
     _broadcast([tensor for _, tensor in named], comm, root)
 
 
@@ -136,7 +136,7 @@ def check_consistent(parameters: Parameters, comm: MPI.Comm | None = None) -> st
     """
     own = _channel(comm)
     named = _checked(own, parameters)
-    kinds = _kinds(named)
+    kinds = kinds_of(named)
     hashes = [hashlib.blake2b(_bytes(tensor).cpu().numpy().data, digest_size=16).digest() for _, tensor in named]
     whole = hashlib.blake2b(repr((kinds, hashes)).encode(), digest_size=16).digest()
     if len(set(own.wire.allgather(whole))) == 1:
@@ -191,7 +191,7 @@ def _problem(tensor: Any) -> str | None:
     return None
 
 
-def _kinds(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+def kinds_of(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
     """The names, each with the shape and type in words."""
     return [
         (name, f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)} on {one.device.type}")
@@ -199,7 +199,7 @@ def _kinds(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
     ]
 
 
-def _compare(own: Channel, kinds: list[tuple[str, str]], root: int) -> None:
+def compare_kinds(own: Channel, kinds: list[tuple[str, str]], root: int) -> None:
     if found := _differing(own, kinds, root):
         raise MismatchError(found)
 
@@ -284,7 +284,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: MPI.Comm |
         for number, group in enumerate(optimizer.param_groups)
         for place, one in enumerate(group["params"])
     )
-    _compare(own, _kinds(named), root)
+    compare_kinds(own, kinds_of(named), root)
 
     nothing: tuple[bytes, list[Tensor]] = (b"", [])
     data, tensors = _attempt(

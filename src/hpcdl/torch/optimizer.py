@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import hpcdl
 from hpcdl.torch.buckets import Slot
-from hpcdl.torch.objects import _compare, _kinds
+from hpcdl.torch.objects import compare_kinds, kinds_of
 from hpcdl.torch.reducer import Reducer
 from hpcdl.verdict import agree
 
@@ -39,12 +39,11 @@ def DistributedOptimizer(  # the name that people know
     """Have every `step()` of the optimiser begin with the all-reduce of its gradients; gives back the same object.
 
     So it stays an optimiser of its class: schedulers, hooks, checkpoints and groups are what they were, also those made
-    before. A copy of it, or what comes out of its pickle, is a plain one again. It gets two methods:
-
-    - `synchronize()` reduces now, to look at or clip what all ranks have alike. Behind it step under
-      `with optimizer.skip_synchronize():`, or the step reduces once more.
-    - A closure that is given to `step` is called as torch does, each time with a reduction behind it; the loss that it
-      returns, if a tensor, is reduced like the gradients, so that LBFGS decides alike on all ranks.
+    before. A copy of it, or what comes out of its pickle, is a plain one again. It gets two methods: `synchronize()`
+    reduces now, to look at or clip what all ranks have alike; behind it step under
+    `with optimizer.skip_synchronize():`, or the step reduces once more. A closure that is given to `step` is called as
+    by torch, each time with a reduction behind it; the loss it returns, if a tensor, is reduced like the gradients,
+    so that LBFGS decides alike on all ranks.
 
     All parameters start as each rank has them: call `broadcast_parameters` first. `step()` and `synchronize()` are
     collective calls, also on a rank that had no samples, which counts with zeros. A parameter that no rank has used
@@ -208,7 +207,7 @@ class Synchroniser:
         from hpcdl.call import channel
 
         named = self._named()
-        _compare(channel(self._comm), _kinds(named), 0)
+        compare_kinds(channel(self._comm), kinds_of(named), 0)
         return named
 
     def _made(self) -> Gradients:

@@ -232,9 +232,9 @@ class DistributedDataParallel(nn.Module):
         there = torch.zeros(self.reducer.comm.size, dtype=torch.uint8)
         there[self.reducer.comm.rank] = present
         hpcdl.allreduce(there, self.reducer.comm, op="max")
-        present = [rank for rank, is_there in enumerate(there.tolist()) if is_there]
-        self._last_present = present or self._last_present
-        return present
+        ranks = [rank for rank, is_there in enumerate(there.tolist()) if is_there]
+        self._last_present = ranks or self._last_present
+        return ranks
 
     # ---- a module like any other ---------------------------------------------------------------------------------
 

@@ -279,6 +279,8 @@ def _arrived(me: weakref.ref[Reducer], slot: Slot | None, _: Tensor) -> None:
     if reducer is None:
         return
     if not reducer.running:
+        if slot is not None:
+            slot.used = True  # it is new, which the search for what was reduced already must know
         reducer.unannounced()
     if slot is not None:
         reducer.arrived(slot)
