@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import sub, truediv
 from statistics import median
 from textwrap import fill
@@ -159,6 +159,38 @@ def growth(outcomes: Outcomes, size: int = 256 * MIB) -> list[Found]:
     return [Found(max(row["growth_bytes"]) / MIB, show_bytes(size)) for row in rows]
 
 
+def added(outcome: Outcome, model: str) -> dict[str, float]:
+    """By how many us each way to synchronise prolongs a step: the best repeat's median difference to the step alone."""
+    repeats = {row["algorithm"]: row["repeats_us"] for row in outcome.rows if row["model"] == model}
+    alone = repeats.pop("local", [])
+    return {
+        who: min(median(map(sub, *pair)) for pair in zip(times, alone, strict=True)) for who, times in repeats.items()
+    }
+
+
+def share_of_gloo(model: str, ranks: str) -> Find:
+    """Finds what of gloo's share of a step is left under ours."""
+
+    def find(outcomes: Outcomes) -> list[Found]:
+        found = []
+        for outcome in outcomes:
+            if outcome.ranks == ranks and (costs := added(outcome, model)):
+                found.append(Found(costs["ours"] / costs["gloo"], f"{ranks} ranks"))
+        return found
+
+    return find
+
+
+def whole_steps(outcomes: Outcomes) -> list[Found]:
+    """Our steps of the network of many small tensors, as a part of those over gloo."""
+    found = []
+    for outcome in outcomes:
+        times = {row["algorithm"]: [*chain(*row["repeats_us"])] for row in outcome.rows if row["model"] == "cnn"}
+        if times:
+            found.append(Found(median(map(truediv, times["ours"], times["gloo"])), f"{outcome.ranks} ranks"))
+    return found
+
+
 LARGE, QUARTER = between(NATIVE, SHARED, MIB, 64 * MIB), between(NATIVE, SHARED, 256 * KIB, 256 * KIB)
 EXTRA = between(AUTO, NATIVE, 8, KIB, sub, ranks="2")
 BARS = (
@@ -219,6 +251,11 @@ BARS = (
         for form, what in (("plan", "a plan"), ("call", "a plain call"))
     ),
     Bar("hosts", "the best `by_node` / the wire's limit, 8 MiB on 4 hosts", False, 1.15, over_the_wire),
+    *(
+        Bar("training", f"added to a step of 10 million parameters, ours / gloo, {ranks} ranks", False, limit, find)
+        for ranks, limit, find in (("2", 1 / 3, share_of_gloo("mlp", "2")), ("4", 1 / 2, share_of_gloo("mlp", "4")))
+    ),
+    Bar("training", "a step of a network of 122 small tensors, ours / gloo", False, 1, whole_steps),
     Bar("memory", "`ring` on 256 MiB, 4 ranks: peak memory, n/p + 16 MiB", False, 80, growth, unit=" MiB"),
 )
 
@@ -337,6 +374,19 @@ def check_table(outcomes: Outcomes) -> Iterator[str]:
             yield line(MPIS[outcome.mpi], outcome.ranks, show_bytes(size), *spent, f"{costs:.1f} us")
 
 
+def training_table(outcomes: Outcomes) -> Iterator[str]:
+    """A step alone, and what synchronising it adds."""
+    yield from head("", "ranks", "network", "parameters", "a step alone", "gloo adds", "ours adds", "ours / gloo")
+    for outcome in outcomes:
+        for row in outcome.rows:
+            if row["algorithm"] == "local":
+                costs = added(outcome, row["model"])
+                alone = show_seconds(1e-6 * median([*chain(*row["repeats_us"])]))
+                cells = [f"{1e-3 * costs[who]:.2f} ms" for who in ("gloo", "ours")]
+                ratio = f"{costs['ours'] / costs['gloo']:.2f}" if costs["gloo"] > 0 else "-"
+                yield line(MPIS[outcome.mpi], outcome.ranks, row["model"], f"{row['size']:,}", alone, *cells, ratio)
+
+
 def head(*names: str) -> list[str]:
     """The first two lines of a table."""
     return [line(*names), "|---:" * len(names) + "|"]
@@ -386,6 +436,13 @@ SECTIONS = {
         "An all-reduce in flight, a computation that takes about as long, and both at once; while it computes, the "
         "program asks for the all-reduce's end some 50 times, or never.",
         overlap_table,
+    ),
+    "training": Section(
+        "Training steps",
+        "A step of SGD on a batch of 64 a rank: alone, under torch's DistributedDataParallel over gloo and under ours, "
+        "in turns in the same ranks, one thread each. What synchronising adds is the median difference to the step "
+        "alone, the best of three repeats. `mlp` is 784-2048-2048-2048-10, `cnn` 60 small convolutions.",
+        training_table,
     ),
     "check": Section(
         "The price of the agreement",

@@ -91,6 +91,10 @@ def measurements(quick: bool) -> Iterator[Measurement]:
         yield Measurement("overlap", mpi, "2", bench(words, "--seconds 2 --iterations 5:50", "512KiB"))
     for mpi in ("mpich", "openmpi"):
         for ranks in "24":
+            rounds = ["--rounds", "2", "--repeats", "1"] if quick else []
+            yield Measurement("training", mpi, ranks, [str(BENCHMARKS / "step_overhead.py"), *rounds])
+    for mpi in ("mpich", "openmpi"):
+        for ranks in "24":
             rounds = "3" if quick else "40"
             yield Measurement("check", mpi, ranks, [str(BENCHMARKS / "price_of_the_check.py"), "--rounds", rounds])
 

@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -27,7 +28,7 @@ def mlp() -> nn.Module:
     """10 million parameters in 4 layers: 784-2048-2048-2048-10."""
     widths = (IMAGE * IMAGE, 2048, 2048, 2048, 10)
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -151,7 +151,14 @@ def sample() -> list[Outcome]:
     shares = {"asked_us": 3.0, "asked_overlap": 50.0, "unasked_us": 4.0, "unasked_overlap": 0.0}
     hiding = row(MIB, "auto", [1.0]) | shares | {"communication_us": 2.0, "computation_us": 2.0}
     checked = [{"size": 8, "check": check, "rounds_us": [3.0 + check]} for check in (True, False)]
+    repeats = {"local": [[5.0, 6.0], [7.0]], "gloo": [[11.0, 12.0], [10.0]], "ours": [[6.0, 7.0], [9.0]]}
+    steps = [
+        {"size": 1000, "model": model, "algorithm": who, "repeats_us": times}
+        for model in ("mlp", "cnn")
+        for who, times in repeats.items()
+    ]
     return [
+        outcome(*steps, kind="training"),
         outcome(*both, kind="shared"),
         outcome(*both),
         outcome(*both, ranks="4"),
@@ -171,7 +178,7 @@ def test_results_hold_every_set_and_every_table_is_whole() -> None:
     for section in SECTIONS.values():
         assert f"\n## {section.title}\n" in text
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert len(tables) == 8
+    assert len(tables) == 9
     for table in tables:
         head, rule, *lines = table.splitlines()
         assert re.fullmatch(r"(\|---:?)+\|", rule)
@@ -180,6 +187,8 @@ def test_results_hold_every_set_and_every_table_is_whole() -> None:
     assert "| 2 | 64 KiB | 10.0 us | 0.50 |" in text
     assert "| MPICH | 2 | 1 MiB | auto | 2.00 us | 2.00 us | 3.00 us | 50 % | 4.00 us | 0 % |" in text
     assert "| MPICH | 2 | 8 B | 4.00 us | 3.00 us | 1.0 us |" in text
+    assert "| MPICH | 2 | mlp | 1,000 | 6.00 us | 0.00 ms | 0.00 ms | 0.33 |" in text
+    assert "| at most 0.333333 | 0.33 (2 ranks) | met |" in text
     assert "[4 ranks](plots/private-mpich-4.svg)" in text
     assert "| at most 80 MiB | 81.00 MiB (256 MiB) | **missed** by 1.00 MiB |" in text
     assert "\n\n\n" not in text
@@ -212,7 +221,7 @@ def test_the_report_has_a_picture_of_each_plotted_run_and_no_old_ones(tmp_path: 
 def test_hpcdl_bench_understands_every_line_of_the_standard_set(quick: bool) -> None:
     lines = [measurement.words for measurement in standard.measurements(quick)]
     benches = [line for line in lines if list(line[:2]) == ["-m", "hpcdl"]]
-    assert len(benches) == len(lines) - 6
+    assert len(benches) == len(lines) - 10
     for line in benches:
         assert parse(line[2:]).min <= parse(line[2:]).max
 
@@ -288,7 +297,11 @@ def test_growth_is_what_a_call_touches_even_below_an_earlier_peak() -> None:
 
 @pytest.mark.parametrize(
     ("script", "options", "rows"),
-    [("peak_memory.py", ("--size", "1MiB"), 2), ("price_of_the_check.py", ("--rounds", "2"), 6)],
+    [
+        ("peak_memory.py", ("--size", "1MiB"), 2),
+        ("price_of_the_check.py", ("--rounds", "2"), 6),
+        ("step_overhead.py", ("--rounds", "1", "--repeats", "1"), 6),
+    ],
 )
 def test_the_scripts_write_what_the_tables_read(
     script: str, options: tuple[str, ...], rows: int, tmp_path: Path
@@ -298,9 +311,9 @@ def test_the_scripts_write_what_the_tables_read(
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert len(found["results"]) == rows
-    kind = "memory" if script == "peak_memory.py" else "check"
+    kind, lines = {"peak": ("memory", 2), "price": ("check", 3), "step": ("training", 2)}[script.partition("_")[0]]
     one = Outcome(kind, "mpich", "2", "", "", "", found["header"], found["results"])
-    assert len(list(SECTIONS[kind].tables([one]))) == 2 + rows // (2 if kind == "check" else 1)
+    assert len(list(SECTIONS[kind].tables([one]))) == 2 + lines
 
 
 @pytest.mark.skipif(not (BENCHMARKS.parent / ".venv" / "bin" / "mpiexec").exists(), reason="there is no .venv")
