@@ -41,7 +41,8 @@ class Check(Meeting):
 
     def __init__(self, channel: Channel, call: str, kind: int = PRIVATE) -> None:
         self.channel, self.call = channel, call
-        self.poke = channel.poke
+        self.poke, self.rank = channel.poke, channel.rank
+        self.others = [] if channel.board is None else channel.board.others
         self._code = zlib.crc32(call.encode()) << 31 | kind
         self._request: MPI.Request | None = None
         self._posted = False

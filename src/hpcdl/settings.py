@@ -13,5 +13,8 @@ NODES = os.environ.get("HPCDL_NODES", "")
 SHARED = os.environ.get("HPCDL_SHARED", "1") != "0"
 """HPCDL_SHARED=0 has no memory shared between ranks: everything goes through messages."""
 
+STALL_S = float(os.environ.get("HPCDL_STALL_SECONDS", "60"))
+"""HPCDL_STALL_SECONDS=60: who has waited so long for ranks of its node says which, once, and waits on."""
+
 TUNING = os.environ.get("HPCDL_TUNING")
 """HPCDL_TUNING=FILE names the tuning table, HPCDL_TUNING=0 has none; else the user's own is taken, if there is one."""

@@ -15,14 +15,17 @@ import json
 import mmap
 import os
 import secrets
+import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
 
+from hpcdl import settings
 from hpcdl.errors import RankEndedError
 
 # Counters are words; two ranks' never stand in one cache line, or the ranks would fight for it.
@@ -159,6 +162,9 @@ class Meeting:
     poke: Callable[[], Collection[int]]
     """Lets MPI work on its messages: it does so only when it is called, and another rank may wait for one from here.
     Gives the ranks that have ended."""
+    rank: int
+    others: Sequence[int]
+    """The other ranks that are waited for."""
 
     def there(self) -> bool:
         """Have all come?"""
@@ -189,13 +195,28 @@ class Meeting:
 
     def Wait(self) -> None:
         """Wait until all have come."""
-        looks = 0
+        looks, told, began = 0, False, 0.0
         while not self.there():
             looks += 1
             if looks > LOOKS:
                 os.sched_yield()
                 if looks % 64 == 0:
                     self._look_round()
+                    began = began or time.monotonic()
+                    if not told and time.monotonic() - began > settings.STALL_S:
+                        told = True
+                        self._tell()
+
+    def _tell(self) -> None:
+        """Say who is missed; one rank says it for all that wait."""
+        absent = self.absent()
+        if absent and self.rank <= min(set(self.others).difference(absent), default=self.rank):
+            ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+            print(
+                f"hpcdl: rank {self.rank} has waited {settings.STALL_S:g} s for {ranks} to call a collective, and waits on",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Gate(Meeting):
@@ -207,8 +228,8 @@ class Gate(Meeting):
     def __init__(self, memory: Memory, offset: int, rank: int, poke: Callable[[], Collection[int]]) -> None:
         self._words = memoryview(memory).cast("q")
         self._mine = (memory.place(rank) + offset) // WORD
-        self._ranks = [other for other in memory.ranks if other != rank]
-        self._others = [(memory.place(other) + offset) // WORD for other in self._ranks]
+        self.rank, self.others = rank, [other for other in memory.ranks if other != rank]
+        self._others = [(memory.place(other) + offset) // WORD for other in self.others]
         self.poke = poke
         self._count = 0
 
@@ -231,7 +252,7 @@ class Gate(Meeting):
 
     def absent(self) -> list[int]:
         """The ranks that have not arrived."""
-        places = zip(self._ranks, self._others, strict=True)
+        places = zip(self.others, self._others, strict=True)
         return [rank for rank, other in places if self._words[other] < self._count]
 
 
@@ -249,8 +270,8 @@ class Board:
     def __init__(self, memory: Memory, rank: int, poke: Callable[[], Collection[int]]) -> None:
         self._words = memoryview(memory).cast("q")
         self._mine = memory.place(rank) // WORD
-        self._ranks = [other for other in memory.ranks if other != rank]
-        self._others = [memory.place(other) // WORD for other in self._ranks]
+        self.rank, self.others = rank, [other for other in memory.ranks if other != rank]
+        self._others = [memory.place(other) // WORD for other in self.others]
         self.poke = poke
         self._begun = self._done_by_all = 0
         self._open: set[int] = set()
@@ -287,13 +308,13 @@ class Board:
     def without(self, number: int) -> list[int]:
         """The ranks that have not posted, or keep this one from it by an older operation that they have not ended."""
         words, word = self._words, self.POSTS + 2 * (number % self.ROOM)
-        places = zip(self._ranks, self._others, strict=True)
+        places = zip(self.others, self._others, strict=True)
         return [rank for rank, other in places if words[other + word] != number]
 
     def late(self, number: int, stage: int) -> list[int]:
         """The ranks that have not come so far."""
         words, word = self._words, self.STAGES + number % self.ROOM
-        places = zip(self._ranks, self._others, strict=True)
+        places = zip(self.others, self._others, strict=True)
         return [rank for rank, other in places if words[other + word] < number * self.MOST_STAGES + stage]
 
     def leave(self) -> None:
@@ -304,7 +325,7 @@ class Board:
 
     def ended(self) -> list[int]:
         """The ranks that have."""
-        ended = [rank for rank, other in zip(self._ranks, self._others, strict=True) if self._words[other + self.ENDED]]
+        ended = [rank for rank, other in zip(self.others, self._others, strict=True) if self._words[other + self.ENDED]]
         with FENCE:
             pass
         return ended
@@ -336,7 +357,7 @@ class OneGate(Meeting):
 
     def __init__(self, board: Board, number: int) -> None:
         self._board, self._number, self._stage = board, number, 0
-        self.poke = board.poke
+        self.poke, self.rank, self.others = board.poke, board.rank, board.others
 
     def Start(self) -> None:
         """Arrive."""

@@ -679,6 +679,37 @@ def test_join_refuses_what_would_wait_in_forward(comm: MPI.Intracomm) -> None:
         pass
 
 
+@pytest.mark.ranks(3)
+def test_a_rank_that_leaves_out_a_synchronised_forward_is_told_of_by_all(comm: MPI.Intracomm) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 2), SyncBatchNorm(2, comm=comm))
+    ddp = DistributedDataParallel(model, comm)
+    loss = ddp(torch.ones(4, WIDTH)).sum()
+    loss.backward()
+    ddp.train(comm.rank != 0)
+    with pytest.raises(hpcdl.MismatchError, match=r"(?s)rank 0: the reduction of 4 gradients.*ranks 1-2: allgather"):
+        ddp(torch.ones(4, WIDTH)).sum().backward()
+    ddp.train()
+    ddp.zero_grad()
+    ddp(torch.ones(4, WIDTH)).sum().backward()
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_inf_on_one_rank_has_all_ranks_leave_out_the_step(comm: MPI.Intracomm, overlap: bool) -> None:
+    layer = nn.Linear(2, 1)
+    ddp = DistributedDataParallel(layer, comm, overlap=overlap)
+    optimiser, scaler = torch.optim.SGD(ddp.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        before = layer.weight.clone()
+        optimiser.zero_grad()
+        factor = torch.inf if step == 1 and comm.rank == comm.size - 1 else 1.0
+        scaler.scale(ddp(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        assert torch.equal(layer.weight, before) == (step == 1)
+        assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
+    assert_equal_on_all_ranks(layer, comm)
+
+
 @pytest.mark.ranks(2)
 def test_an_error_inside_join_is_not_hidden(comm: MPI.Intracomm) -> None:
     ddp = DistributedDataParallel(network(), comm)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 import hpcdl
 from hpcdl.torch.functional import refuse
+from hpcdl.torch.reducer import own_communicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -55,7 +56,9 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         if (error := self._refusal(input)) is not None:
             refuse(error, self.comm)
-        batch = _statistics(input.detach(), self.comm)
+        # Where the gradients travel too: so that a rank that comes there without having come here is noticed.
+        comm = own_communicator(self.comm)
+        batch = _statistics(input.detach(), comm)
         if batch.values == 1:
             raise ValueError(
                 "training needs more than 1 value a channel, and the inputs of all ranks together hold 1: "
@@ -63,7 +66,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         self._track(batch)
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, batch, self.eps, self.comm
+            input, self.weight, self.bias, batch, self.eps, comm
         )
         return output
 

@@ -192,6 +192,7 @@ class Reducer:
 
         Behind it the used parameters' gradients are in their buckets, the same on all ranks.
         """
+        self._agree()
         waiting = [] if joined else self._fill_in()
         for bucket in self.buckets[self._launched :]:
             if joined:
@@ -209,6 +210,14 @@ class Reducer:
             add_up(each.parameter, self.comm, average=self.average, joined=joined)
         self._share_use(waiting, joined)
         self.reset()
+
+    def _agree(self) -> None:
+        """All ranks come to reduce: the plans would not notice that one is elsewhere, as in a forward pass."""
+        from hpcdl.call import channel
+        from hpcdl.check import agree
+        from hpcdl.execute import finish
+
+        finish(agree(channel(self.comm), f"the reduction of {len(self.slots)} gradients")).end()
 
     def _fill_in(self) -> list[Slot]:
         """Put in zeros for what this rank has not used; what slots are those?
