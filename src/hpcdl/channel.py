@@ -88,7 +88,7 @@ class Channel:
             )
 
     def poke(self) -> Collection[int]:
-        """Let MPI work on the messages of others; the ranks of this node that have ended, as far as that can be seen."""
+        """Let MPI work on the messages of others; the ranks of this node that have ended, where that can be seen."""
         self.wire.Iprobe()
         return self.board.ended() if self.board else ()
 

@@ -213,7 +213,8 @@ class Meeting:
         if absent and self.rank <= min(set(self.others).difference(absent), default=self.rank):
             ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
             print(
-                f"hpcdl: rank {self.rank} has waited {settings.STALL_S:g} s for {ranks} to call a collective, and waits on",
+                f"hpcdl: rank {self.rank} has waited {settings.STALL_S:g} s for {ranks} to call a collective, "
+                "and waits on",
                 file=sys.stderr,
                 flush=True,
             )

@@ -145,6 +145,22 @@ def test_gradients_lie_in_memory_of_the_node_in_buckets_filled_from_the_end(comm
             assert slot.view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
 
 
+def test_there_is_one_set_of_buckets_and_nothing_beside_it(comm: MPI.Intracomm) -> None:
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    ddp = DistributedDataParallel(model, comm, bucket_cap_mb=0.5)
+    optimiser = SGD(ddp.parameters())
+    for _ in range(2):
+        optimiser.zero_grad()
+        ddp(torch.ones(2, 300)).sum().backward()
+        optimiser.step()
+    parameters = list(model.parameters())
+    lengths = [bucket.flat.nbytes for bucket in ddp.reducer.buckets]
+    assert sum(lengths) < sum(each.nbytes for each in parameters) + 64 * len(parameters)
+    storages = {each.grad.untyped_storage().data_ptr() for each in parameters}
+    assert storages == {bucket.flat.untyped_storage().data_ptr() for bucket in ddp.reducer.buckets}
+    assert [bucket.plan.scratch_bytes for bucket in ddp.reducer.buckets] == [0] * len(lengths)
+
+
 def test_the_sum_is_the_sum(comm: MPI.Intracomm, overlap: bool) -> None:
     layer = nn.Linear(3, 2, bias=False)
     ddp = DistributedDataParallel(layer, comm, average=False, overlap=overlap)

@@ -200,6 +200,7 @@ def kinds_of(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
 
 
 def compare_kinds(own: Channel, kinds: list[tuple[str, str]], root: int) -> None:
+    """All ranks must have the same names and kinds as the root; else all raise, with the first difference."""
     if found := _differing(own, kinds, root):
         raise MismatchError(found)
 
