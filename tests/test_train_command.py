@@ -1,5 +1,6 @@
 """hpcdl train as a person runs it: what it prints, and how it ends."""
 
+import json
 import re
 import subprocess
 import time
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 from harness.launch import run_ranks
 from idx import write_images
+
+from hpcdl.cli.main import parse
+from hpcdl.cli.train import choose
 
 pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 
@@ -27,22 +31,103 @@ def data(tmp_path: Path) -> str:
     return str(write_images(tmp_path))
 
 
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """Easy to learn: one sentence, again and again."""
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return str(tmp_path / "fox.txt")
+
+
 def test_a_run_prints_its_table_and_misses_a_target_with_status_1(data: str) -> None:
     done = hpcdl_train(3, "--data", data, "--epochs", "2", "--lr", "1e-9", "--target-accuracy", "0.9")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("hpcdl train: ranks 3, "), done.stderr
     assert "400 training and 50 test images" in lines[0]
     number = r"[\d.]+"
-    results = rf"loss {number}  test accuracy {number}%  {number} images/s  communication {number}%"
+    results = f"loss {number}  test loss {number}  test accuracy {number}%  {number} images/s  communication {number}%"
     for epoch in (1, 2):
         assert re.fullmatch(f"epoch {epoch}/2  {results}", lines[epoch])
-        assert re.fullmatch(rf" +{epoch} +{number} +{number}% +{number} +{number}%", lines[epoch + 3])
-    assert lines[3].split() == ["epoch", "loss", "test", "accuracy", "images/s", "communication"]
+        assert re.fullmatch(rf" +{epoch} +{number} +{number} +{number}% +{number} +{number}%", lines[epoch + 3])
+    assert lines[3].split() == ["epoch", "loss", "test", "loss", "test", "accuracy", "images/s", "communication"]
     assert re.fullmatch(rf"{number} s; largest difference of a parameter between ranks: 0", lines[6])
     assert len(lines) == 7
     (line,) = ours(done.stderr)
     assert re.fullmatch(rf"hpcdl: test accuracy {number}% is below the target of 90.00%", line)
     assert done.returncode == 1
+
+
+def test_a_text_is_learnt_by_the_transformer_with_all_options_at_once(text: str, tmp_path: Path) -> None:
+    options = {
+        "--data": text,
+        "--block-size": "16",
+        "--epochs": "12",
+        "--batch-size": "4",
+        "--accumulate": "2",
+        "--lr": "0.1",
+        "--bucket-cap-mb": "0.1",
+        "--overlap": "on",
+        "--wire-dtype": "bfloat16",
+        "--log-dir": str(tmp_path / "log"),
+        "--target-accuracy": "0.9",
+    }
+    done = hpcdl_train(2, *(word for option in options.items() for word in option))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    for words in (
+        "all-reduce in bfloat16 between nodes, buckets of 0.1 MiB, overlap on, model transformer, parameters ",
+        f"data {text} (2430 training and 270 test characters, 28 different ones), block 16, batch 2 x 4 x 2, lr 0.1,",
+    ):
+        assert words in first
+    assert " characters/s" in done.stdout
+
+    lines = [json.loads(line) for line in (tmp_path / "log" / "log.jsonl").read_text().splitlines()]
+    start, steps, epochs = ([line for line in lines if line["kind"] == kind] for kind in ("start", "train", "epoch"))
+    assert start[0] == lines[0] and start[0]["settings"]["ranks"] == 2 and start[0]["settings"]["lr"] == 0.1
+    assert [line["step"] for line in epochs] == [10 * epoch for epoch in range(1, 13)]  # 151 windows, 16 a step
+    assert [line["step"] for line in steps] == [20, 40, 60, 80, 100, 120]
+    assert [line["epoch"] for line in steps] == [2, 4, 6, 8, 10, 12]
+    both = {"kind", "step", "epoch", "loss", "characters_per_s", "communication"}
+    assert steps[0].keys() == both and epochs[0].keys() == both | {"test_loss", "accuracy"}
+    assert epochs[-1]["loss"] < steps[0]["loss"] / 3 and epochs[-1]["accuracy"] >= 0.9
+    if find_spec("tensorboardX"):
+        (events,) = (tmp_path / "log").glob("events.out.tfevents.*")
+        for tag in (b"train/loss", b"epoch/accuracy", b"epoch/test_loss"):
+            assert tag in events.read_bytes()
+
+
+def test_without_tensorboardx_the_lines_are_logged_and_a_note_says_what_to_install(data: str, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['tensorboardX'] = None; from hpcdl.cli.main import main; sys.exit(main())"
+    done = run_ranks(1, "-c", code, "train", "--data", data, "--epochs", "1", "--log-dir", str(tmp_path / "log"))
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stderr.splitlines() if "TensorBoard" in line]
+    assert notes == ["hpcdl: note: no scalars for TensorBoard without tensorboardX: pip install 'hpcdl[log]'"]
+    assert [path.name for path in (tmp_path / "log").iterdir()] == ["log.jsonl"]
+
+
+def model_files(folder: Path) -> list[str]:
+    """The checksums of the checkpoints' models, from the oldest."""
+    manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("checkpoint-*/manifest.json"))]
+    return [manifest["files"]["model.pt"]["sha256"] for manifest in manifests]
+
+
+def test_a_killed_training_resumes_to_the_same_bits(data: str, tmp_path: Path) -> None:
+    def told(done: "subprocess.CompletedProcess[str]") -> list[str]:
+        return [line for line in done.stderr.splitlines() if line.startswith("hpcdl: ") and "cores" not in line]
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = ["--data", data, "--epochs", "3", "--checkpoint-every", "2", "--resume", "--checkpoint"]  # 7 steps an epoch
+    done = hpcdl_train(2, *words, str(whole))
+    assert done.returncode == 0, done.stderr
+    assert told(done) == [f"hpcdl: note: no checkpoint in {whole} yet: starting from the beginning"]
+
+    kill = SABOTAGE.format(step=13, what="os.kill(os.getpid(), 9)")
+    done = run_ranks(2, "-c", kill, *words, str(killed))
+    assert done.returncode != 0
+    done = hpcdl_train(2, *words, str(killed))
+    assert done.returncode == 0, done.stderr
+    assert told(done) == [f"hpcdl: note: going on from {killed}/checkpoint-000007, step 12"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[-5:-1]] == ["epoch", "1", "2", "3"]
+    assert len(model_files(whole)) == 2 and model_files(killed) == model_files(whole)
 
 
 def test_mnist_is_learnt_to_93_percent() -> None:
@@ -60,39 +145,82 @@ def test_mnist_is_learnt_to_93_percent() -> None:
         (["--batch-size", "0"], "argument --batch-size: 0 is no whole number from 1 upwards"),
         (["--model", "cnn", "--data", "tiny"], "--model cnn: two poolings by 2 need images of at least 4 x 4"),
         (["--data", "/nowhere"], "--data: no data '/nowhere'"),
+        (["--data", "fox", "--block-size", "300"], "--data: "),
+        (["--data", "fox", "--model", "cnn"], "--model cnn is for images, --data "),
+        (["--data", "tiny", "--log-dir", "/dev/null/here"], "--log-dir /dev/null/here: Not a directory"),
     ],
 )
-def test_what_cannot_begin_is_said_once_with_status_2(arguments: list[str], line: str, tmp_path: Path) -> None:
-    tiny = str(write_images(tmp_path, side=3))
-    done = hpcdl_train(3, *(tiny if word == "tiny" else word for word in arguments))
+def test_what_cannot_begin_is_said_once_with_status_2(
+    arguments: list[str], line: str, tmp_path: Path, text: str
+) -> None:
+    names = {"tiny": str(write_images(tmp_path / "tiny", side=3)), "fox": text}
+    done = hpcdl_train(3, *(names.get(word, word) for word in arguments))
     (said,) = ours(done.stderr)
     assert said.startswith(f"hpcdl: {line}")
     assert done.stdout == ""
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            "--data tiny --model transformer",
+            "--model transformer is for text, --data tiny is of images: take --model mlp",
+        ),
+        ("--data fox.txt --model mlp", "--model mlp is for images, --data fox.txt is a text: take --model transformer"),
+        ("--data bible --model mlp", "--model mlp is for images, --data bible is a text: take --model transformer"),
+        ("--block-size 8", "--block-size is for text, --model mlp is for images"),
+        ("--resume", "--resume needs --checkpoint DIR"),
+        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint DIR"),
+        (
+            "--wire-dtype float16 --algorithm ring",
+            "--wire-dtype brings an all-reduce of its own: leave out --algorithm",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(arguments: str, line: str) -> None:
+    assert (choose(parse(["train", *arguments.split()])) or "").startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "lr"),
+    [
+        ("", "mlp", 0.05),
+        ("--data mnist5k", "mlp", 0.05),
+        ("--data mnist5k --model cnn", "cnn", 0.02),
+        ("--data bible", "transformer", 0.3),
+        ("--data nowhere.txt", "transformer", 0.3),
+        ("--model transformer --lr 1", "transformer", 1),
+    ],
+)
+def test_what_is_left_open_is_chosen_by_the_data(arguments: str, model: str, lr: float) -> None:
+    chosen = parse(["train", *arguments.split()])
+    assert choose(chosen) is None
+    assert (chosen.model, chosen.lr) == (model, lr)
+
+
 SABOTAGE = """
-import sys
+import os, sys
 from hpcdl.cli.main import main
-from hpcdl.torch.train import Replica
+from hpcdl.torch.train import Trainer
 
-steps, step = 0, Replica.step
+step = Trainer.step
 
-def sabotaged(replica, images, labels, total):
-    global steps
-    steps += 1
-    if steps == 3 and replica.comm.rank == 1:
+def sabotaged(trainer, mine, total):
+    if trainer.steps == {step} and trainer.comm.rank == 1:
         {what}
-    return step(replica, images, labels, total)
+    step(trainer, mine, total)
 
-Replica.step = sabotaged
+Trainer.step = sabotaged
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(data: str) -> None:
     began = time.monotonic()
-    done = run_ranks(3, "-c", SABOTAGE.format(what="raise KeyError('planted')"), "--data", data, "--epochs", "100000")
+    words = ["--data", data, "--epochs", "100000"]
+    done = run_ranks(3, "-c", SABOTAGE.format(step=2, what="raise KeyError('planted')"), *words)
     assert done.returncode != 0
     assert "[rank 1] Traceback (most recent call last):" in done.stderr
     assert "[rank 1] KeyError: 'planted'" in done.stderr
@@ -100,8 +228,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(data: str) -> None:
 
 
 def test_ranks_that_drift_apart_are_told_with_status_1(data: str) -> None:
-    what = "replica.parameters[7] += 0.25"
-    done = run_ranks(2, "-c", SABOTAGE.format(what=what), "--data", data, "--epochs", "1")
+    what = "next(trainer.model.parameters()).data.view(-1)[7] += 0.25"
+    done = run_ranks(2, "-c", SABOTAGE.format(step=2, what=what), "--data", data, "--epochs", "1")
     assert "largest difference of a parameter between ranks: 0.25" in done.stdout
     (line,) = ours(done.stderr)
     assert line == "hpcdl: the ranks' parameters differ, by up to 0.25: they must be equal to the last bit"

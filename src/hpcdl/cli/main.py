@@ -20,7 +20,7 @@ from hpcdl.environment import under_launcher
 
 # Each is a module of this package with add_arguments(parser) and run(arguments) -> exit status.
 COMMANDS = {
-    "train": "train a network on images, each rank on its share of every batch",
+    "train": "train a network on images or text, each rank on its share of every batch",
     "bench": "time the all-reduce algorithms against MPI's own, with every result checked",
     "tune": "measure which all-reduce is the fastest here, and write it down for all programs",
     "explain": "say which algorithm is taken for a size, and why",

@@ -1,4 +1,4 @@
-"""hpcdl train: synchronous data-parallel SGD on real images."""
+"""hpcdl train: synchronous data-parallel SGD on real images, or on text."""
 
 from __future__ import annotations
 
@@ -6,31 +6,50 @@ import argparse
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 import hpcdl
-from hpcdl import verdict
+from hpcdl import data, text, verdict
 from hpcdl.cli.launch import terminal
-from hpcdl.data import DataError, ImageSet, load_together
+from hpcdl.cli.train_log import Log, plain
+from hpcdl.data import DataError
 from hpcdl.environment import cores_per_rank, notices
 from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcdl.torch.train import Epoch, Replica
+    from hpcdl.torch.train import Epoch, Task, Trainer
 
-# Steady from 1 to 8 ranks of 32 images; with 0.05 the cnn loses 4 points on one rank.
-LEARNING_RATES = {"mlp": 0.05, "cnn": 0.02}
+
+class Kind(NamedTuple):
+    """What a network is for and how it is trained if nothing else is said."""
+
+    of: str
+    lr: float
+    epochs: int
+
+
+# Steady from 1 to 8 ranks of 32 samples; with 0.05 the cnn loses 4 points on one rank.
+MODELS = {
+    "mlp": Kind("images", 0.05, 20),
+    "cnn": Kind("images", 0.02, 20),
+    "transformer": Kind("text", 0.3, 1),
+}
+BLOCK_SIZE = 64
+LOG_STEPS = 20
+"""How many steps come between two lines of the log: each is an all-reduce of four numbers."""
 
 EPILOG = """\
-Exit status: 0 if all is well; 1 if the training failed: it diverged, missed --target-accuracy, or the ranks'
-parameters differ; 2 if it could not begin: a wrong argument, no data, no torch.
+Exit status: 0 if all is well; 1 if the training failed: it diverged, missed --target-accuracy, a checkpoint could not
+be written, or the ranks' parameters differ; 2 if it could not begin: a wrong argument, no data, no torch.
 """
 
 
@@ -38,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What hpcdl train can be told."""
     parser.description = (
         "Train a network by synchronous data-parallel SGD: all ranks start from the same parameters, each "
-        "works on its share of every global batch, and the gradient is averaged over the ranks by one "
+        "works on its share of every global batch, and the gradient is averaged over the ranks by an "
         "all-reduce. Run it as: mpiexec -n 4 hpcdl train"
     )
     parser.epilog = EPILOG
@@ -46,31 +65,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--data",
         metavar="DATA",
-        help="mnist5k, fashion, or a folder of IDX files (the first of the two that is installed)",
+        help="images: mnist5k, fashion (the first that is installed), or a folder of IDX files; text: bible, or a file "
+        "of UTF-8 text",
     )
-    option("--model", choices=tuple(LEARNING_RATES), default="mlp", help="the network (%(default)s)")
-    option("--algorithm", default="binary_blocks", metavar="NAME", help="the all-reduce (%(default)s)")
-    option("--epochs", type=count, default=20, metavar="N", help="how often each image is seen (%(default)s)")
+    option("--model", choices=tuple(MODELS), help="the network (mlp for images, transformer for text)")
+    option("--algorithm", metavar="NAME", help="the all-reduce (binary_blocks)")
+    option("--epochs", type=count, metavar="N", help="how often each sample is seen (images 20, text 1)")
     option(
         "--batch-size",
         type=count,
         default=32,
         metavar="N",
-        help="images of each rank in one step (%(default)s): the global batch grows with the ranks",
+        help="samples of each rank in one backward pass (%(default)s): the global batch grows with the ranks",
     )
+    option(
+        "--accumulate",
+        type=count,
+        default=1,
+        metavar="N",
+        help="backward passes before one reduction and step (%(default)s): the global batch grows with them",
+    )
+    option("--block-size", type=count, metavar="N", help=f"characters of a sample of text ({BLOCK_SIZE})")
     option(
         "--lr",
         type=rate,
         metavar="RATE",
-        help="learning rate (mlp 0.05, cnn 0.02), taken as it is for any number of ranks",
+        help=f"learning rate ({', '.join(f'{name} {kind.lr:g}' for name, kind in MODELS.items())}), taken as it is for "
+        "any number of ranks",
     )
     option("--momentum", type=momentum, default=0.9, metavar="M", help="momentum of SGD (%(default)s)")
     option("--seed", type=seed, default=0, metavar="N", help="of parameters and shuffles (%(default)s)")
     option(
+        "--bucket-cap-mb",
+        type=rate,
+        default=25.0,
+        metavar="MIB",
+        help="gradients are reduced in buckets of up to so many MiB (%(default)g)",
+    )
+    option(
+        "--overlap",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="reduce beside backward, on a thread (auto: where a rank has a core to spare)",
+    )
+    option(
+        "--wire-dtype",
+        choices=("bfloat16", "float16"),
+        help="what gradients travel as between nodes, by an all-reduce of its own instead of --algorithm",
+    )
+    option("--checkpoint", metavar="DIR", help="write a checkpoint into DIR at the end of every epoch")
+    option("--checkpoint-every", type=count, metavar="STEPS", help="and behind every so many steps")
+    option("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR, if there is one")
+    option(
+        "--log-dir",
+        metavar="DIR",
+        help=f"append to DIR/log.jsonl, every {LOG_STEPS} steps and every epoch, and write TensorBoard's scalars there",
+    )
+    option(
         "--target-accuracy",
         type=share,
         metavar="SHARE",
-        help="fail unless the last epoch's accuracy on the test images is at least this, such as 0.93",
+        help="fail unless the last epoch's accuracy on what was held out is at least this, such as 0.93",
     )
     option(
         "--threads",
@@ -134,24 +189,30 @@ def run(arguments: argparse.Namespace) -> int:
     for line in notices(comm):
         complain(comm, line)
     try:
-        images, replica = prepare(comm, arguments)
+        trainer, log = prepare(comm, arguments)
     except Refused as refusal:
         complain(comm, str(refusal))
         return 2
 
-    began = perf_counter()
-    samples = arguments.epochs * len(images.train.labels)
-    if comm.rank == 0:
-        print(header(comm, arguments, images, replica), flush=True)
-    with reporting(samples, arguments.epochs, on=comm.rank == 0) as (on_step, on_epoch):
-        epochs = list(follow(replica, images, arguments, on_step, on_epoch))
-    spread = replica.spread()
+    from hpcdl.torch.checkpoint import CheckpointError
+    from hpcdl.torch.train import spread
 
-    if comm.rank == 0:
-        print(table(epochs))
+    began, first = perf_counter(), comm.rank == 0
+    if first:
+        print(header(arguments, trainer), flush=True)
+    with log or nullcontext(), reporting(trainer, arguments.epochs, on=first) as (on_step, on_epoch):
+        unsaved = None
+        try:
+            follow(trainer, arguments, log, on_step, on_epoch)
+        except CheckpointError as error:  # the same on all ranks
+            unsaved = str(error)
+    apart = spread(trainer.model, comm)
+
+    if first:
+        print(table(trainer))
         seconds = perf_counter() - began
-        print(f"{seconds:.1f} s; largest difference of a parameter between ranks: {spread:g}", flush=True)
-    failure = judge(epochs, spread, arguments.target_accuracy)
+        print(f"{seconds:.1f} s; largest difference of a parameter between ranks: {apart:g}", flush=True)
+    failure = unsaved or judge(trainer.epochs, apart, arguments.target_accuracy)
     if failure:
         complain(comm, failure)
         return 1
@@ -162,23 +223,31 @@ class Refused(Exception):
     """The training cannot begin; all ranks raise it alike."""
 
 
-def prepare(comm: MPI.Comm, arguments: argparse.Namespace) -> tuple[ImageSet, Replica]:
+def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer, Log | None]:
     """Whatever can be wrong before the first step; what is wrong on one rank is refused by all."""
     # The first agreement: a rank that was given a wrong argument has come to it from hpcdl.cli.main.refuse.
     agree(comm, None)
     for name, value in vars(arguments).items():
-        if name not in ("run", "data"):  # where the data lies may differ, what it is may not: load_together
+        # Where the data and the log lie may differ, what is read may not: load_together.
+        if name not in ("run", "data", "log_dir"):
             differs = verdict.difference(comm, f"--{name.replace('_', '-')}", value)
             if differs:
                 raise Refused(differs)
+    agree(comm, choose(arguments))
     try:
         # The library says itself which names there are and which numbers of ranks each can serve.
         hpcdl.allreduce(np.zeros(1), comm, algorithm=arguments.algorithm)
     except (ValueError, HpcdlError) as error:
         raise Refused(f"--algorithm {arguments.algorithm}: {error}") from error
-
+    differs = verdict.difference(comm, "model", arguments.model)  # chosen by the data, which lies elsewhere on each
+    if differs:
+        raise Refused(differs)
+    source: data.ImageSet | text.Text
     try:
-        images = load_together(arguments.data, comm)
+        if MODELS[arguments.model].of == "images":
+            source = data.load_together(arguments.data, comm)
+        else:
+            source = text.load_together(arguments.data or "bible", comm, block_size=arguments.block_size)
     except DataError as error:
         raise Refused(f"--data: {error}") from error
 
@@ -186,7 +255,7 @@ def prepare(comm: MPI.Comm, arguments: argparse.Namespace) -> tuple[ImageSet, Re
     try:
         import torch
 
-        from hpcdl.torch.train import Replica, build
+        from hpcdl.torch.train import Sgd, Trainer, build, image_task, text_task
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         why = "is not installed" if missing else f"cannot be imported ({error})"
@@ -198,13 +267,101 @@ def prepare(comm: MPI.Comm, arguments: argparse.Namespace) -> tuple[ImageSet, Re
         torch.set_num_threads(arguments.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
+    task: Task
+    task = image_task(source) if isinstance(source, data.ImageSet) else text_task(source, arguments.block_size)
     try:
-        model = build(arguments.model, images, seed=arguments.seed)
+        model = build(arguments.model, task, seed=arguments.seed)
     except ValueError as error:
         raise Refused(f"--model {arguments.model}: {error}") from error
-    lr = arguments.lr or LEARNING_RATES[arguments.model]
-    replica = Replica(model, comm, lr=lr, momentum=arguments.momentum, algorithm=arguments.algorithm)
-    return images, replica
+    trainer = Trainer(
+        task,
+        model,
+        Sgd(model.parameters(), lr=arguments.lr, momentum=arguments.momentum),
+        comm,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        accumulate=arguments.accumulate,
+        bucket_cap_mb=arguments.bucket_cap_mb,
+        first_bucket_mb=min(1.0, arguments.bucket_cap_mb),
+        algorithm=arguments.algorithm,
+        overlap={"auto": "auto", "on": True, "off": False}[arguments.overlap],
+        wire_dtype=arguments.wire_dtype and getattr(torch, arguments.wire_dtype),
+    )
+    if arguments.checkpoint:
+        begin_or_resume(trainer, arguments)
+    return trainer, open_log(trainer, arguments)
+
+
+def choose(arguments: argparse.Namespace) -> str | None:
+    """Fill in what was left open; what contradicts itself, in one line."""
+    source = arguments.data
+    is_text = source is not None and (source == "bible" or source.endswith(".txt") or Path(source).is_file())
+    if arguments.model is None:
+        arguments.model = "transformer" if is_text else "mlp"
+    model, kind = arguments.model, MODELS[arguments.model]
+    if source is not None and is_text != (kind.of == "text"):
+        others = " or ".join(name for name, other in MODELS.items() if other.of != kind.of)
+        what = "a text" if is_text else "of images"
+        return f"--model {model} is for {kind.of}, --data {source} is {what}: take --model {others}, or other data"
+    if arguments.block_size and kind.of != "text":
+        return f"--block-size is for text, --model {model} is for images"
+    for name in ("checkpoint_every", "resume"):
+        if getattr(arguments, name) and not arguments.checkpoint:
+            return f"--{name.replace('_', '-')} needs --checkpoint DIR"
+    if arguments.wire_dtype and arguments.algorithm:
+        return f"--wire-dtype brings an all-reduce of its own: leave out --algorithm {arguments.algorithm}"
+    arguments.algorithm = arguments.algorithm or "binary_blocks"
+    arguments.block_size = arguments.block_size or BLOCK_SIZE
+    arguments.lr, arguments.epochs = arguments.lr or kind.lr, arguments.epochs or kind.epochs
+    return None
+
+
+def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
+    """Have a folder that can be written to; and either go on from what is in it, or find it empty."""
+    from hpcdl.torch.checkpoint import CheckpointError
+
+    comm, folder = trainer.comm, Path(arguments.checkpoint)
+    agree(comm, unusable("--checkpoint", folder))
+    if not arguments.resume:
+        there = f"--checkpoint: {folder} holds checkpoints: go on from them by --resume, or name another folder"
+        agree(comm, there if any(folder.glob("checkpoint-*")) else None)
+        return
+    try:
+        with warnings.catch_warnings(record=True) as passed_over:
+            warnings.simplefilter("always")
+            checkpoint = trainer.resume(folder)
+    except CheckpointError as error:
+        raise Refused(f"--resume: {error}") from error
+    for warning in passed_over:
+        complain(comm, f"note: {warning.message}")
+    if checkpoint is None:
+        complain(comm, f"note: no checkpoint in {folder} yet: starting from the beginning")
+    else:
+        complain(comm, f"note: going on from {checkpoint.path}, step {checkpoint.step}")
+
+
+def open_log(trainer: Trainer, arguments: argparse.Namespace) -> Log | None:
+    """Rank 0's log, if one is wanted."""
+    comm, log, problem = trainer.comm, None, None
+    if arguments.log_dir and comm.rank == 0:
+        folder = Path(arguments.log_dir)
+        problem = unusable("--log-dir", folder)
+        if problem is None:
+            settings = {name: value for name, value in vars(arguments).items() if name != "run"}
+            log = Log(folder, {**settings, "ranks": comm.size}, trainer.steps)
+            if log.missing:
+                complain(comm, f"note: {log.missing}")
+    agree(comm, problem)
+    return log
+
+
+def unusable(option: str, folder: Path) -> str | None:
+    """Why a folder cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{option} {folder}: {error.strerror}"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{option} {folder}: Permission denied"
 
 
 def agree(comm: MPI.Comm, problem: str | None) -> None:
@@ -215,27 +372,38 @@ def agree(comm: MPI.Comm, problem: str | None) -> None:
 
 
 def follow(
-    replica: Replica,
-    images: ImageSet,
+    trainer: Trainer,
     arguments: argparse.Namespace,
+    log: Log | None,
     on_step: Callable[[int], object],
     on_epoch: Callable[[Epoch], object],
-) -> Iterator[Epoch]:
-    """The epochs, each reported as it ends, up to the first whose loss is not finite."""
-    from hpcdl.torch.train import train
+) -> None:
+    """Train, report, log and save, up to the first epoch whose loss is not finite."""
+    unit = trainer.task.unit
+    # Not whether this rank has a log: to measure is a collective call.
+    logging = trainer.comm.bcast(log is not None)
 
-    for epoch in train(
-        replica,
-        images,
-        epochs=arguments.epochs,
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-        on_step=on_step,
-    ):
+    def after_step(samples: int) -> None:
+        on_step(samples)
+        if logging and trainer.steps % LOG_STEPS == 0:
+            loss, per_s, communication = trainer.measure()
+            if log:
+                epoch = len(trainer.epochs) + 1
+                log.write("train", trainer.steps, epoch, plain(unit, loss, per_s, communication))
+        ends = trainer.steps % trainer.steps_an_epoch == 0  # then what the epoch came to is saved too, below
+        if arguments.checkpoint_every and trainer.steps % arguments.checkpoint_every == 0 and not ends:
+            trainer.save(arguments.checkpoint)
+
+    for epoch in trainer.train(arguments.epochs, after_step):
         on_epoch(epoch)
-        yield epoch
+        if log:
+            values = plain(unit, epoch.loss, epoch.per_s, epoch.communication)
+            values |= {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy}
+            log.write("epoch", trainer.steps, epoch.number, values)
         if not math.isfinite(epoch.loss):
             return
+        if arguments.checkpoint:
+            trainer.save(arguments.checkpoint)
 
 
 def judge(epochs: list[Epoch], spread: float, target: float | None) -> str | None:
@@ -258,49 +426,58 @@ def complain(comm: MPI.Comm, line: str) -> None:
         print(f"hpcdl: {line}", file=sys.stderr, flush=True)
 
 
-def header(comm: MPI.Comm, arguments: argparse.Namespace, images: ImageSet, replica: Replica) -> str:
+def header(arguments: argparse.Namespace, trainer: Trainer) -> str:
     """One line with all that a result depends on."""
     import torch
     from mpi4py import MPI
 
     library = " ".join(MPI.Get_library_version().replace("Version:", "").split("\n")[0].split(",")[0].split())
+    ranks, task, model = trainer.comm.size, trainer.task, trainer.model
+    parameters = sum(each.numel() for each in model.parameters())
+    wire, passes = arguments.wire_dtype, arguments.accumulate
+    block = f", block {arguments.block_size}" if MODELS[arguments.model].of == "text" else ""
     return (
-        f"hpcdl train: ranks {comm.size}, threads {torch.get_num_threads()}, "
-        f"all-reduce {arguments.algorithm}, model {arguments.model}, parameters {len(replica.parameters)}, "
-        f"data {images.name} ({images.counts}), batch {comm.size} x {arguments.batch_size}, "
-        f"lr {replica.lr:g}, momentum {arguments.momentum:g}, seed {arguments.seed}, {library}"
+        f"hpcdl train: ranks {ranks}, threads {torch.get_num_threads()}, "
+        f"all-reduce {f'in {wire} between nodes' if wire else arguments.algorithm}, "
+        f"buckets of {arguments.bucket_cap_mb:g} MiB, overlap {'on' if model.reducer.overlap else 'off'}, "
+        f"model {arguments.model}, parameters {parameters}, data {task.name} ({task.counts}){block}, "
+        f"batch {ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}, lr {arguments.lr:g}, "
+        f"momentum {arguments.momentum:g}, seed {arguments.seed}, {library}"
     )
 
 
-COLUMNS = "{:>6}  {:>9}  {:>13}  {:>10}  {:>13}"
+COLUMNS = "{:>6}  {:>9}  {:>9}  {:>13}  {:>12}  {:>13}"
 
 
-def table(epochs: list[Epoch]) -> str:
+def table(trainer: Trainer) -> str:
     """One line an epoch, under their names."""
-    lines = [COLUMNS.format("epoch", "loss", "test accuracy", "images/s", "communication")]
+    unit = trainer.task.unit
+    lines = [COLUMNS.format("epoch", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")]
     lines += [
         COLUMNS.format(
             epoch.number,
             f"{epoch.loss:.4f}",
+            f"{epoch.test_loss:.4f}",
             f"{epoch.accuracy:.2%}",
-            f"{epoch.images_per_s:.0f}",
+            f"{epoch.per_s:.0f}",
             f"{epoch.communication:.1%}",
         )
-        for epoch in epochs
+        for epoch in trainer.epochs
     ]
     return "\n".join(lines)
 
 
 @contextmanager
 def reporting(
-    samples: int, epochs: int, *, on: bool
+    trainer: Trainer, epochs: int, *, on: bool
 ) -> Iterator[tuple[Callable[[int], object], Callable[[Epoch], object]]]:
     """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch."""
 
     def line(epoch: Epoch) -> str:
         return (
-            f"epoch {epoch.number}/{epochs}  loss {epoch.loss:.4f}  test accuracy {epoch.accuracy:.2%}  "
-            f"{epoch.images_per_s:.0f} images/s  communication {epoch.communication:.1%}"
+            f"epoch {epoch.number}/{epochs}  loss {epoch.loss:.4f}  test loss {epoch.test_loss:.4f}  "
+            f"test accuracy {epoch.accuracy:.2%}  {epoch.per_s:.0f} {trainer.task.unit}/s  "
+            f"communication {epoch.communication:.1%}"
         )
 
     def nothing(_: object) -> None: ...
@@ -319,8 +496,10 @@ def reporting(
         return
     console = Console(force_terminal=True, width=size.columns or None)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    samples = trainer.task.train_count * epochs
+    done = min(samples, samples * trainer.steps // (trainer.steps_an_epoch * epochs))
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"epoch 1/{epochs}", total=samples)
+        task = progress.add_task(f"epoch {len(trainer.epochs) + 1}/{epochs}", total=samples, completed=done)
         yield (
             lambda samples: progress.advance(task, samples),
             lambda epoch: progress.update(task, description=line(epoch)),
