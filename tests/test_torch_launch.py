@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from harness.launch import run_ranks
 
 from hpcdl.environment import RANKS
 
@@ -24,3 +25,42 @@ def test_under_torchrun_without_mpi_nobody_trains_alone() -> None:
 def test_importing_the_torch_layer_starts_no_mpi() -> None:
     script = "import sys, hpcdl.torch, hpcdl.torch.optimizer, hpcdl.torch.train; sys.exit('mpi4py.MPI' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+MORE_BATCHES = """
+import torch
+from mpi4py import MPI
+from torch import nn
+from hpcdl.torch import DistributedDataParallel
+ddp = DistributedDataParallel(nn.Linear(2, 200))
+for batch in range(3 + MPI.COMM_WORLD.rank):
+    ddp(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_a_rank_with_more_batches_than_another_is_told_that_it_has_ended(check: str) -> None:
+    run = run_ranks(2, "-c", MORE_BATCHES, timeout_s=60, env={"HPCDL_CHECK": check})
+    assert run.returncode != 0
+    assert "RankEndedError: rank 0 has ended its program, and will not come" in run.stderr
+
+
+FORKED = """
+import os, time
+import torch
+from torch import nn
+from hpcdl.torch import DistributedDataParallel
+ddp = DistributedDataParallel(nn.Linear(2, 1), overlap=True)
+ddp(torch.ones(1, 2)).sum().backward()
+if os.fork() == 0:
+    time.sleep(3)
+    os._exit(0)
+ddp(torch.ones(1, 2)).sum().backward()
+print("done")
+"""
+
+
+def test_a_forked_child_that_is_still_alive_does_not_keep_a_rank_from_ending() -> None:
+    run = run_ranks(2, "-c", FORKED, timeout_s=30)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("done") == 2

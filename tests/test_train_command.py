@@ -63,7 +63,7 @@ def test_a_text_is_learnt_by_the_transformer_with_all_options_at_once(text: str,
         "--epochs": "12",
         "--batch-size": "4",
         "--accumulate": "2",
-        "--lr": "0.1",
+        "--lr": "0.01",
         "--bucket-cap-mb": "0.1",
         "--overlap": "on",
         "--wire-dtype": "bfloat16",
@@ -75,14 +75,15 @@ def test_a_text_is_learnt_by_the_transformer_with_all_options_at_once(text: str,
     first = done.stdout.splitlines()[0]
     for words in (
         "all-reduce in bfloat16 between nodes, buckets of 0.1 MiB, overlap on, model transformer, parameters ",
-        f"data {text} (2430 training and 270 test characters, 28 different ones), block 16, batch 2 x 4 x 2, lr 0.1,",
+        f"data {text} (2430 training and 270 test characters, 28 different ones), block 16, batch 2 x 4 x 2, ",
+        "adam, lr 0.01, momentum 0.9,",
     ):
         assert words in first
     assert " characters/s" in done.stdout
 
     lines = [json.loads(line) for line in (tmp_path / "log" / "log.jsonl").read_text().splitlines()]
     start, steps, epochs = ([line for line in lines if line["kind"] == kind] for kind in ("start", "train", "epoch"))
-    assert start[0] == lines[0] and start[0]["settings"]["ranks"] == 2 and start[0]["settings"]["lr"] == 0.1
+    assert start[0] == lines[0] and start[0]["settings"]["ranks"] == 2 and start[0]["settings"]["lr"] == 0.01
     assert [line["step"] for line in epochs] == [10 * epoch for epoch in range(1, 13)]  # 151 windows, 16 a step
     assert [line["step"] for line in steps] == [20, 40, 60, 80, 100, 120]
     assert [line["epoch"] for line in steps] == [2, 4, 6, 8, 10, 12]
@@ -189,8 +190,8 @@ def test_what_contradicts_itself_is_refused(arguments: str, line: str) -> None:
         ("", "mlp", 0.05),
         ("--data mnist5k", "mlp", 0.05),
         ("--data mnist5k --model cnn", "cnn", 0.02),
-        ("--data bible", "transformer", 0.3),
-        ("--data nowhere.txt", "transformer", 0.3),
+        ("--data bible", "transformer", 0.003),
+        ("--data nowhere.txt", "transformer", 0.003),
         ("--model transformer --lr 1", "transformer", 1),
     ],
 )

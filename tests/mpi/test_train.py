@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from hpcdl.torch import CheckpointError  # noqa: E402
 from hpcdl.torch.train import (  # noqa: E402
+    Adam,
     Sgd,
     Task,
     Trainer,
@@ -152,6 +153,20 @@ def test_a_step_is_that_of_torchs_sgd(comm: MPI.Intracomm) -> None:
     expected = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     assert float((parameters(several) - expected).norm() / expected.norm()) < 1e-10
     assert torch.equal(parameters(theirs), parameters(several))  # any optimiser fits, and ours is torch's to the bit
+
+
+@pytest.mark.ranks(2)
+def test_a_step_is_that_of_torchs_adam(comm: MPI.Intracomm) -> None:
+    task, ends = noise(24), []
+    for kind in (Adam, torch.optim.Adam):
+        network = build("mlp", task, seed=0).double()
+        one = Trainer(task, network, kind(network.parameters(), lr=0.01), comm, batch_size=12)
+        list(one.train(5))
+        ends.append(parameters(one))
+    assert torch.allclose(*ends, rtol=1e-10, atol=0)
+    again = Adam(network.parameters(), lr=0.01)
+    again.load_state_dict({"means": again.squares, "squares": again.means, "steps": 7})
+    assert again.state_dict()["steps"] == 7
 
 
 @pytest.mark.ranks(4)

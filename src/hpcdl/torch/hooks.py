@@ -57,6 +57,13 @@ def allreduce_hook(comm: MPI.Comm | None, bucket: GradBucket) -> Tensor:
     return buffer
 
 
+def has_a_wire(comm: MPI.Intracomm) -> bool:
+    """Are there several nodes?"""
+    from hpcdl.call import channel
+
+    return len(channel(comm).nodes) > 1
+
+
 def wire_hook(
     comm: MPI.Intracomm, dtype: torch.dtype, *, average: bool = True
 ) -> Callable[[object, GradBucket], Tensor]:
@@ -64,7 +71,7 @@ def wire_hook(
 
     A node's ranks add up their gradients as they are. Each then rounds its share of that sum once, sends it to its
     peers on the other nodes, and rounds the mean once. Where the nodes have unequal numbers of ranks, every rank rounds
-    its own gradients and sends them to all others. On one node there is no wire and nothing is rounded.
+    its own gradients and sends them to all others.
     """
     from hpcdl.call import channel
 
@@ -76,16 +83,16 @@ def wire_hook(
 
     def reduce(_: object, bucket: GradBucket) -> Tensor:
         buffer = bucket.buffer()
-        if buffer.dtype not in (torch.float32, torch.float64) or len(nodes) == 1:
-            hpcdl.allreduce(buffer, comm, op="mean")
-        else:
-            hpcdl.reduce_scatter(buffer, inside)
-            mine = buffer[hpcdl.share(len(buffer), inside)]
-            # The mean of a node first: a sum might leave what 16 bits can hold.
-            short = mine.div_(inside.size).to(dtype)
-            hpcdl.allreduce(short, between, op="mean", algorithm="direct")
-            mine.copy_(short)
-            hpcdl.allgather(buffer, inside)
+        if buffer.dtype not in (torch.float32, torch.float64):
+            hpcdl.allreduce(buffer, comm, op="mean" if average else "sum")
+            return buffer
+        hpcdl.reduce_scatter(buffer, inside)
+        mine = buffer[hpcdl.share(len(buffer), inside)]
+        # The mean of a node first: a sum might leave what 16 bits can hold.
+        short = mine.div_(inside.size).to(dtype)
+        hpcdl.allreduce(short, between, op="mean", algorithm="direct")
+        mine.copy_(short)
+        hpcdl.allgather(buffer, inside)
         return buffer if average else buffer.mul_(comm.size)
 
     return reduce

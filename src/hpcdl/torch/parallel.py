@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import hpcdl
 from hpcdl.environment import cores_per_rank, under_launcher
 from hpcdl.errors import HpcdlError
-from hpcdl.torch.hooks import wire_hook
+from hpcdl.torch.hooks import has_a_wire, wire_hook
 from hpcdl.torch.norm import SyncBatchNorm
 from hpcdl.torch.objects import broadcast_parameters
 from hpcdl.torch.reducer import CommHook, Reducer
@@ -125,7 +125,7 @@ class DistributedDataParallel(nn.Module):
                 ddp._begin(ddp._synchronise, None)
 
         self.reducer.unannounced = unannounced
-        if wire_dtype is not None:
+        if wire_dtype is not None and has_a_wire(self.reducer.comm):
             self.reducer.hook = None, wire_hook(self.reducer.comm, wire_dtype, average=average)
 
     # ---- forward and backward ------------------------------------------------------------------------------------

@@ -98,6 +98,10 @@ class Optimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+SQUARES = 0.999
+"""How much of the average of squared gradients Adam keeps from step to step."""
+
+
 class Sgd:
     """Gradient descent with momentum, in torch's form: u = m u + g, w = w - lr u."""
 
@@ -125,6 +129,41 @@ class Sgd:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for velocity, saved in zip(self.velocities, state_dict["velocities"], strict=True):
             velocity.copy_(saved)
+
+
+class Adam:
+    """Steps of about the learning rate, whatever the gradients' size (Kingma and Ba 2015, arXiv 1412.6980)."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float = 0.9) -> None:
+        self.parameters, self.lr, self.momentum, self.steps = list(parameters), lr, momentum, 0
+        self.means = [torch.zeros_like(each) for each in self.parameters]
+        self.squares = [torch.zeros_like(each) for each in self.parameters]
+
+    def zero_grad(self) -> None:
+        for each in self.parameters:
+            each.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        # Both averages begin at 0, which is divided out.
+        begun, begun_squares = 1 - self.momentum**self.steps, 1 - SQUARES**self.steps
+        for parameter, mean, square in zip(self.parameters, self.means, self.squares, strict=True):
+            if parameter.grad is not None:
+                mean.lerp_(parameter.grad, 1 - self.momentum)
+                square.mul_(SQUARES).addcmul_(parameter.grad, parameter.grad, value=1 - SQUARES)
+                deviation = (square / begun_squares).sqrt_().add_(1e-8)
+                parameter.addcdiv_(mean, deviation, value=-self.lr / begun)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and their age; the rate and the momentum are for whoever resumes to choose."""
+        return {"means": self.means, "squares": self.squares, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        for mine, saved in ((self.means, "means"), (self.squares, "squares")):
+            for each, value in zip(mine, state_dict[saved], strict=True):
+                each.copy_(value)
 
 
 # ---- the training --------------------------------------------------------------------------------------------------
@@ -246,6 +285,7 @@ class Trainer:
             "batch size": self.batch_size,
             "accumulation": self.accumulate,
             "seed": self.seed,
+            "optimizer": type(self.optimizer).__name__,
         }
 
     def save(self, folder: str | Path) -> Path:
@@ -263,7 +303,8 @@ class Trainer:
     def resume(self, folder: str | Path) -> Checkpoint | None:
         """Go to where the newest whole checkpoint was, None if there is none; a collective call.
 
-        CheckpointError, on all ranks: it was saved by another number of ranks, of another model, data, batch or seed.
+        CheckpointError, on all ranks: it was saved by another number of ranks, of another model, data, batch, seed or
+        kind of optimiser.
         """
         checkpoint = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, comm=self.comm)
         if checkpoint is None:
