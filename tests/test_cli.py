@@ -70,7 +70,7 @@ main({argv})
 
 def test_the_commands_arguments_have_the_documented_defaults() -> None:
     arguments = parse(["train"])
-    assert (arguments.batch_size, arguments.model, arguments.target_accuracy) == (32, "mlp", None)
+    assert (arguments.batch_size, arguments.seed, arguments.target_accuracy) == (32, 0, None)
 
 
 @pytest.mark.parametrize(

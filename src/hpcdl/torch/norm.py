@@ -54,10 +54,10 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise; in training a collective call."""
         if not self.training:
             return super().forward(input)
-        if (error := self._refusal(input)) is not None:
-            refuse(error, self.comm)
         # Where the gradients travel too: so that a rank that comes there without having come here is noticed.
         comm = own_communicator(self.comm)
+        if (error := self._refusal(input)) is not None:
+            refuse(error, comm)
         batch = _statistics(input.detach(), comm)
         if batch.values == 1:
             raise ValueError(
