@@ -156,6 +156,11 @@ LOOKS = 30
 where ranks share cores, with each other or with anything else, they hold up those they wait for."""
 
 
+PATIENCE_S, NAP_S = 3e-4, 5e-5
+"""How long to yield before sleeping between looks. A rank that yields is ready to run, so where ranks outnumber cores the
+system leaves two that wait on one core and two that compute on the other."""
+
+
 class Meeting:
     """What behaves like a request and is in shared memory: other ranks' words, which are looked at."""
 
@@ -195,17 +200,23 @@ class Meeting:
 
     def Wait(self) -> None:
         """Wait until all have come."""
-        looks, told, began = 0, False, 0.0
+        looks, told, began, patient = 0, False, 0.0, True
         while not self.there():
             looks += 1
-            if looks > LOOKS:
+            if looks <= LOOKS:
+                continue
+            if patient:
                 os.sched_yield()
-                if looks % 64 == 0:
-                    self._look_round()
-                    began = began or time.monotonic()
-                    if not told and time.monotonic() - began > settings.STALL_S:
-                        told = True
-                        self._tell()
+            else:
+                time.sleep(NAP_S)
+            if looks % 16 == 0 or not patient:
+                self._look_round()
+                now = time.monotonic()
+                began = began or now
+                patient = now - began < PATIENCE_S
+                if not told and now - began > settings.STALL_S:
+                    told = True
+                    self._tell()
 
     def _tell(self) -> None:
         """Say who is missed; one rank says it for all that wait."""
