@@ -157,8 +157,8 @@ where ranks share cores, with each other or with anything else, they hold up tho
 
 
 PATIENCE_S, NAP_S = 3e-4, 5e-5
-"""How long to yield before sleeping between looks. A rank that yields is ready to run, so where ranks outnumber cores the
-system leaves two that wait on one core and two that compute on the other."""
+"""How long to yield before sleeping between looks. A rank that yields is ready to run, so where ranks outnumber cores
+the system leaves two that wait on one core and two that compute on the other."""
 
 
 class Meeting:
