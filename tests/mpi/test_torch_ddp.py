@@ -485,6 +485,18 @@ def test_under_no_sync_gradients_add_up_on_each_rank(
     assert_equal_on_all_ranks(model, comm)
 
 
+def test_under_no_sync_nothing_is_reduced(comm: MPI.Intracomm, overlap: bool) -> None:
+    layer = nn.Linear(3, 2)
+    ddp = DistributedDataParallel(layer, comm, overlap=overlap)
+    for _ in range(2):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(torch.full((1, 3), comm.rank + 1.0)).sum().backward()
+        assert (layer.weight.grad == comm.rank + 1).all()
+        ddp(torch.full((1, 3), comm.rank + 1.0)).sum().backward()
+        assert (layer.weight.grad == comm.size + 1).all()
+
+
 def test_clipping_acts_on_the_averaged_gradients(comm: MPI.Intracomm, overlap: bool) -> None:
     ddp = DistributedDataParallel(network(), comm, overlap=overlap, **SMALL)
     follow(comm, ddp, network(), between=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
