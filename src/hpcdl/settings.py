@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import os
 
+
+def _seconds(name: str, usual: str) -> float:
+    text = os.environ.get(name, usual)
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text} is no number of seconds, such as {usual}") from None
+
+
 CHECK = os.environ.get("HPCDL_CHECK", "1") != "0"
 """HPCDL_CHECK=0 drops the agreement ahead of every collective: ranks that disagree then hang, or get garbage."""
 
@@ -13,7 +22,7 @@ NODES = os.environ.get("HPCDL_NODES", "")
 SHARED = os.environ.get("HPCDL_SHARED", "1") != "0"
 """HPCDL_SHARED=0 has no memory shared between ranks: everything goes through messages."""
 
-STALL_S = float(os.environ.get("HPCDL_STALL_SECONDS", "60"))
+STALL_S = _seconds("HPCDL_STALL_SECONDS", "60")
 """HPCDL_STALL_SECONDS=60: who has waited so long for ranks of its node says which, once, and waits on."""
 
 TUNING = os.environ.get("HPCDL_TUNING")

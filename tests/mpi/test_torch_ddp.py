@@ -739,6 +739,35 @@ def test_an_inf_on_one_rank_has_all_ranks_leave_out_the_step(comm: MPI.Intracomm
 
 
 @pytest.mark.ranks(2)
+def test_what_is_ignored_stays_each_ranks_own_behind_join(comm: MPI.Intracomm) -> None:
+    model = Branches()
+    ddp = DistributedDataParallel(model, comm, ignore=["never.weight"])
+    nn.init.constant_(model.never.weight, comm.rank)
+    with ddp.join():
+        for step in range(1 + comm.rank):
+            ddp(data(step, comm.rank)).sum().backward()
+    assert (model.never.weight == comm.rank).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_without_elements_is_reduced_beside_others(comm: MPI.Intracomm, overlap: bool) -> None:
+    class Lengths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList([torch.ones(n) for n in (1, 2, 0, 3, 5)])
+
+        def forward(self, factor: float) -> Tensor:
+            return torch.cat([part * factor for part in self.parts]).sum()
+
+    model = Lengths()
+    ddp = DistributedDataParallel(model, comm, average=False, overlap=overlap)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(comm.rank + 1.0).backward()
+        assert all((part.grad == 3).all() and part.grad.shape == part.shape for part in model.parts)
+
+
+@pytest.mark.ranks(2)
 def test_an_error_inside_join_is_not_hidden(comm: MPI.Intracomm) -> None:
     ddp = DistributedDataParallel(network(), comm)
     with pytest.raises(ArithmeticError), ddp.join():

@@ -224,7 +224,7 @@ class DistributedDataParallel(nn.Module):
                 self._reduce(present, joined=True)
         finally:
             self._joining = self._among_present = False
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
+        for _, tensor in (*self.reducer.named, *self._buffers_named()):
             hpcdl.broadcast(tensor.detach(), self.reducer.comm, root=self._last_present[0])
 
     def _who_is_there(self, present: bool) -> list[int]:

@@ -102,18 +102,25 @@ SQUARES = 0.999
 """How much of the average of squared gradients Adam keeps from step to step."""
 
 
-class Sgd:
+class Descent:
+    """What our optimisers have in common."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float) -> None:
+        self.parameters, self.lr, self.momentum = list(parameters), lr, momentum
+
+    def zero_grad(self) -> None:
+        for each in self.parameters:
+            each.grad = None
+
+
+class Sgd(Descent):
     """Gradient descent with momentum, in torch's form: u = m u + g, w = w - lr u."""
 
     # torch.optim.SGD does the same, but the first optimiser made imports torch's compiler: 2 to 10 s a process, and
     # all of MNIST-5k is learnt in 5.
     def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float = 0.0) -> None:
-        self.parameters, self.lr, self.momentum = list(parameters), lr, momentum
+        super().__init__(parameters, lr=lr, momentum=momentum)
         self.velocities = [torch.zeros_like(each) for each in self.parameters]
-
-    def zero_grad(self) -> None:
-        for each in self.parameters:
-            each.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -131,17 +138,14 @@ class Sgd:
             velocity.copy_(saved)
 
 
-class Adam:
+class Adam(Descent):
     """Steps of about the learning rate, whatever the gradients' size (Kingma and Ba 2015, arXiv 1412.6980)."""
 
     def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float = 0.9) -> None:
-        self.parameters, self.lr, self.momentum, self.steps = list(parameters), lr, momentum, 0
+        super().__init__(parameters, lr=lr, momentum=momentum)
+        self.steps = 0
         self.means = [torch.zeros_like(each) for each in self.parameters]
         self.squares = [torch.zeros_like(each) for each in self.parameters]
-
-    def zero_grad(self) -> None:
-        for each in self.parameters:
-            each.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
