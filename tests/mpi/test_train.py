@@ -165,6 +165,8 @@ def test_a_step_is_that_of_torchs_adam(comm: MPI.Intracomm) -> None:
         ends.append(parameters(one))
     assert torch.allclose(*ends, rtol=1e-10, atol=0)
     again = Adam(network.parameters(), lr=0.01)
+    with pytest.raises(ValueError, match="the saved optimiser, with velocities, is no Adam"):
+        again.load_state_dict({"velocities": []})
     again.load_state_dict({"means": again.squares, "squares": again.means, "steps": 7})
     assert again.state_dict()["steps"] == 7
 

@@ -112,6 +112,16 @@ class Descent:
         for each in self.parameters:
             each.grad = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        raise NotImplementedError
+
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """ValueError if the state is another optimiser's."""
+        if state_dict.keys() != self.state_dict().keys():
+            theirs = ", ".join(state_dict)
+            raise ValueError(f"the saved optimiser, with {theirs}, is no {type(self).__name__}: go on with that one")
+
 
 class Sgd(Descent):
     """Gradient descent with momentum, in torch's form: u = m u + g, w = w - lr u."""
@@ -134,6 +144,7 @@ class Sgd(Descent):
         return {"velocities": self.velocities}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check(state_dict)
         for velocity, saved in zip(self.velocities, state_dict["velocities"], strict=True):
             velocity.copy_(saved)
 
@@ -164,6 +175,7 @@ class Adam(Descent):
         return {"means": self.means, "squares": self.squares, "steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check(state_dict)
         self.steps = state_dict["steps"]
         for mine, saved in ((self.means, "means"), (self.squares, "squares")):
             for each, value in zip(mine, state_dict[saved], strict=True):
