@@ -14,16 +14,22 @@ def _seconds(name: str, usual: str) -> float:
 
 
 CHECK = os.environ.get("HPCDL_CHECK", "1") != "0"
-"""HPCDL_CHECK=0 drops the agreement ahead of every collective: ranks that disagree then hang, or get garbage."""
-
+DETECT = os.environ.get("HPCDL_DETECT", "1") != "0"
 NODES = os.environ.get("HPCDL_NODES", "")
-"""HPCDL_NODES=3+1 (or 0,0,0,1) has the ranks of COMM_WORLD behave as if they were on nodes of so many, for tests."""
-
 SHARED = os.environ.get("HPCDL_SHARED", "1") != "0"
-"""HPCDL_SHARED=0 has no memory shared between ranks: everything goes through messages."""
-
 STALL_S = _seconds("HPCDL_STALL_SECONDS", "60")
-"""HPCDL_STALL_SECONDS=60: who has waited so long for ranks of its node says which, once, and waits on."""
-
+STALL_ABORT = os.environ.get("HPCDL_STALL_ABORT", "0") == "1"
+TRACE = os.environ.get("HPCDL_TRACE", "")
 TUNING = os.environ.get("HPCDL_TUNING")
-"""HPCDL_TUNING=FILE names the tuning table, HPCDL_TUNING=0 has none; else the user's own is taken, if there is one."""
+
+VARIABLES = {
+    "HPCDL_CHECK": "0: no agreement ahead of every collective; ranks that disagree then hang, or get garbage",
+    "HPCDL_DETECT": "0: do not look at what SLURM, PMI and Open MPI have put into the environment",
+    "HPCDL_NODES": "3+1 or 0,0,0,1: the ranks of COMM_WORLD behave as if on nodes of so many, for tests",
+    "HPCDL_SHARED": "0: no memory is shared between ranks, all goes through messages",
+    "HPCDL_STALL_SECONDS": "60: when a collective has waited so long it is said, once, who is missing",
+    "HPCDL_STALL_ABORT": "1: the job is ended then",
+    "HPCDL_TRACE": "FILE: write what every rank did when, for Perfetto, chrome://tracing or hpcdl trace summary",
+    "HPCDL_TUNING": "FILE: the tuning table; 0: none; else the user's own, if there is one",
+}
+"""What each of them does, as hpcdl doctor prints it."""
