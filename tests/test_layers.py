@@ -19,6 +19,10 @@ FLOORS = {
     "device": 1,
     "topology": 1,
     "environment": 1,
+    "ends": 1,
+    "record": 1,
+    "trace": 2,
+    "watch": 2,
     "shared": 2,
     "channel": 2,
     "inside": 2,
@@ -26,7 +30,6 @@ FLOORS = {
     "choice": 3,
     "tuning": 3,
     "check": 3,
-    "trace": 3,
     "call": 4,
     "api": 4,
     "__init__": 4,  # the public face

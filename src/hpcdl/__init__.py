@@ -34,6 +34,7 @@ from hpcdl.api import (
     size,
     zeros,
 )
+from hpcdl.ends import take_others_along
 from hpcdl.errors import HpcdlError, MismatchError, RankEndedError, UnsupportedArrayError
 
 __version__ = "0.1.0"
@@ -73,3 +74,5 @@ __all__ = [
     "size",
     "zeros",
 ]
+
+take_others_along()

@@ -36,6 +36,7 @@ from hpcdl.device import mpi_reads_devices
 from hpcdl.errors import UnsupportedArrayError
 from hpcdl.execute import Job, Native, Plan, Steps, Work, finish, wait
 from hpcdl.inside import WHOLE_BYTES, Within, buffer_for, new_gate, new_staging
+from hpcdl.record import ABOUT, CAME, ENDED, NUMBER, About, Operation, begin, now
 from hpcdl.shared import Gate, Memory, OneGate, allocate, find, register
 
 OPS = ("sum", "mean", "min", "max", "prod")
@@ -93,18 +94,24 @@ class Call:
         """The plain form: agree, bind, run. The plan is kept for the next call on the same array."""
         own = channel(self.comm)
         kept = self._kept(own)
-        if kept is None:
-            return self._run_new(own)
-        check = kept.check
-        check.Start()
-        wait(check)
-        if not check.equal:
-            finish(disagree(check))
-        check.end()
-        if not check.alike:  # another rank's array is of another kind by now
-            return self._run_plan(own, Bound(self, own), check)
-        _complete(own, kept.plan)
-        return self._changed(kept.arrays[-1].family)
+        operation = begin((kept and kept.plan.about) or About(self.collective, own.key), 0, 0, 2)
+        try:
+            if kept is None:
+                return self._run_new(own, operation)
+            check = kept.check
+            check.Start()
+            operation[NUMBER] = check.number
+            wait(check)
+            operation[CAME] = now()
+            if not check.equal:
+                finish(disagree(check))
+            check.end()
+            if not check.alike:  # another rank's array is of another kind by now
+                return self._run_plan(own, Bound(self, own), check)
+            _complete(own, kept.plan)
+            return self._changed(kept.arrays[-1].family)
+        finally:
+            operation[ENDED] = now()
 
     def start(self) -> Work:
         """The i form."""
@@ -116,9 +123,10 @@ class Call:
             check.end()
             return finish(bound.plan(own, check, "i")).start()
         results: list[Any] = []
+        operation = begin(About(f"i{self.collective}", own.key), 0, 0, 2)
 
         def steps() -> Steps:
-            bound, check = yield from self._agreed(own, "i")
+            bound, check = yield from self._agreed(own, "i", operation)
             try:
                 with (yield from bound.plan(own, check, "i")) as plan:
                     yield from plan.steps()
@@ -126,7 +134,7 @@ class Call:
             finally:
                 check.end()
 
-        return Work(steps(), lambda: results[0])
+        return Work(steps(), lambda: results[0], operation)
 
     def plan(self) -> Plan:
         """The plan form: agree and bind."""
@@ -135,19 +143,23 @@ class Call:
         check.end()
         return finish(bound.plan(own, check, "plan_"))
 
-    def _agreed(self, own: Channel, form: str) -> Generator[Any, None, tuple[Bound, Check]]:
+    def _agreed(
+        self, own: Channel, form: str, operation: Operation | None = None
+    ) -> Generator[Any, None, tuple[Bound, Check]]:
         """The call, checked, once the ranks agree on it and on its form; what any rank must refuse, all raise."""
         bound, refusal = None, None
         try:
             bound = Bound(self, own)
         except (TypeError, ValueError) as error:
             refusal = error
-        check = yield from agree(own, f"{form}{bound}", bound.kind if bound else PRIVATE, refusal)
+        if bound and operation:
+            operation[ABOUT] = bound.about
+        check = yield from agree(own, f"{form}{bound}", bound.kind if bound else PRIVATE, refusal, operation)
         assert bound is not None  # a refusal has been raised
         return bound, check
 
-    def _run_new(self, own: Channel) -> Any:
-        bound, check = finish(self._agreed(own, ""))
+    def _run_new(self, own: Channel, operation: Operation) -> Any:
+        bound, check = finish(self._agreed(own, "", operation))
         check.end()
         return self._run_plan(own, bound, check)
 
@@ -210,7 +222,8 @@ class Call:
 def _complete(own: Channel, plan: Plan) -> Any:
     """Run a plan of the plain form to its end; what ends it half-way ends the communicator's use."""
     try:
-        return plan()
+        plan.run()
+        return plan.result()
     except BaseException:
         own.interrupted = True
         raise
@@ -223,7 +236,9 @@ def barrier(comm: MPI.Comm | None) -> None:
 
 def start_barrier(comm: MPI.Comm | None) -> Work:
     """The i form."""
-    return Work(_met(channel(comm), "i"), lambda: None)
+    own = channel(comm)
+    operation = begin(About("ibarrier", own.key), 0, 0, 2)
+    return Work(_met(own, "i", operation), lambda: None, operation)
 
 
 class Wanted(NamedTuple):
@@ -259,8 +274,8 @@ def allocate_array(wanted: Callable[[], Wanted], comm: MPI.Comm | None) -> Array
     return array.make(memory, memory.place(own.rank))
 
 
-def _met(own: Channel, form: str) -> Steps:
-    check = yield from agree(own, f"{form}barrier")
+def _met(own: Channel, form: str, operation: Operation | None = None) -> Steps:
+    check = yield from agree(own, f"{form}barrier", operation=operation)
     check.end()
     if not settings.CHECK and own.size > 1:
         yield own.wire.Ibarrier()
@@ -303,6 +318,7 @@ class Bound:
         """Its own name, or "auto"."""
         self.in_place = call.out is None
         self.kind, self._place = _kind(self.vector, own, self.in_place)
+        self.about = About(str(self), own.key, self.vector.look.nbytes, self.algorithm)
         self.arrays = [x] if out is None else [x, out]
         # A reduce-scatter's result is not x itself; a copy is nobody's to be watched.
         usual = (
@@ -360,6 +376,11 @@ class Bound:
 
     def plan(self, own: Channel, check: Check, form: str, *, borrows: bool = False) -> Generator[Any, None, Plan]:
         """Bind the program; the ranks have agreed. What it borrows it does not keep alive."""
+        plan = yield from self._planned(own, check, form, borrows)
+        plan.about, plan.number = self.about, check.number
+        return plan
+
+    def _planned(self, own: Channel, check: Check, form: str, borrows: bool) -> Generator[Any, None, Plan]:
         job = Job(self.vector, self.op, self.before, self.after, self.result)
         if borrows:
             job = self._borrowed()
@@ -367,6 +388,7 @@ class Bound:
         name = self.algorithm
         if name == "auto":
             name = "native" if form == "plan_" and self._is_tiny(own) else self._chosen(own, kind)
+        self.about.algorithm = name
         if name == "native":
             return Native(own, job, often=form == "plan_")
         tag = PLAIN if form == "" else (CALLS if form == "i" else PLANS) + check.number % TAGS
@@ -381,7 +403,7 @@ class Bound:
                     "shared can be started on the arrays of hpcdl.empty only, and under HPCDL_CHECK=1; for others take "
                     "allreduce, plan_allreduce or another algorithm"
                 )
-            name = self._chosen(own, "mixed")
+            name = self.about.algorithm = self._chosen(own, "mixed")
         algorithm = collectives.find(name, own.size, self.collective, own.nodes)
         program = _program(self.collective, algorithm, own.size, own.rank, self.vector.size, self.root)
         return Plan(own, job, program, tag=tag, raw=algorithm.raw)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Generator
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Generator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from mpi4py import MPI
 
-from hpcdl import settings
+from hpcdl import settings, watch
+from hpcdl.environment import wrong_size
 from hpcdl.errors import HpcdlError
+from hpcdl.record import ENDED, About, begin, now
 from hpcdl.shared import WORD, Board, Gate, Memory, allocate, exchange, label
 from hpcdl.topology import group_by, parse_nodes
 
@@ -39,10 +39,16 @@ PLAIN = 3 * TAGS
 """The tag of all plain calls: a rank makes one after the other, and messages between two ranks keep their order."""
 
 
+ALONE = '[0,"",0,0,"",[]]'
+"""What a rank that has nobody to be asked by says of itself."""
+
+
 class Channel:
     """The private side of one communicator."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        # Here a rank is first waited for, and nobody knows yet how to ask it.
+        operation = begin(About(f"the first collective on a communicator of {comm.size} ranks", ""), 0, 0, None)
         self.wire: MPI.Intracomm = comm.Dup()
         self.training: MPI.Intracomm | None = None
         """Another duplicate, for gradients, once there are any."""
@@ -51,9 +57,16 @@ class Channel:
         self.kept: dict[tuple[object, ...], Kept] = {}
         self.interrupted = False
         self.lock = threading.Lock()
-        self._operations = 0
+        self.begun = 0
+        """The number of the last operation."""
 
-        self.members = tuple(_now(exchange(self.wire, f"{os.getpid()} {_node()}")))
+        card = watch.watch().card() if MPI.COMM_WORLD.size > 1 or settings.TRACE else ALONE
+        rows = [row.split("\n") for row in _now(exchange(self.wire, f"{os.getpid()} {_node()}\n{card}"))]
+        operation[ENDED] = now()
+        self.peers: Sequence[watch.Peer] = [watch.parse(card) for _, card in rows]
+        self.key = f"{self.peers[0].rank}.{self.peers[0].serial}"
+        """The same on all ranks of the communicator, and on no other one."""
+        self.members = tuple(member for member, _ in rows)
         self.nodes: tuple[tuple[int, ...], ...] = group_by([member.partition(" ")[2] for member in self.members])
         """The ranks of each node."""
         self.node = next(ranks for ranks in self.nodes if self.rank in ranks)
@@ -94,8 +107,20 @@ class Channel:
 
     def operation(self) -> int:
         """The number of this operation: equal on all ranks, as they start their collectives in one order."""
-        self._operations += 1
-        return self._operations
+        self.begun += 1
+        return self.begun
+
+    def runs(self, number: int) -> int | None:
+        """How often the plan of that operation was run; None if there is none."""
+        return self.plan_runs().get(number)
+
+    def plan_runs(self) -> dict[int, int]:
+        """How often each plan was run, by the number of the operation that made it."""
+        while True:
+            try:
+                return {plan.number: plan.runs for plan in self.plans if plan.about}
+            except RuntimeError:  # another thread makes one
+                continue
 
     def close(self) -> None:
         """Free what is bound to the duplicate, and the duplicate itself (a collective call)."""
@@ -159,6 +184,7 @@ def channel(comm: MPI.Comm | None = None) -> Channel:
         known = Channel(comm)
         comm.Set_attr(_keyval, known)
         _channels.add(known)
+        watch.follow(known)
     if known.interrupted:
         raise HpcdlError(
             "a collective on this communicator was interrupted half-way, so the messages of one call could be taken "
@@ -174,25 +200,16 @@ def _first_use() -> None:
     # At an implicit finalize no attribute is deleted: MPICH would complain of persistent requests. Only what is local
     # is freed here, since a dead rank would let a collective call hang.
     atexit.register(_at_exit)
-    if MPI.COMM_WORLD.size > 1:
-        sys.excepthook = _Abort(sys.excepthook)
+    if wrong := wrong_size(MPI.COMM_WORLD.size):
+        warnings.warn(wrong, RuntimeWarning, stacklevel=2)
 
 
 def _at_exit() -> None:
+    if os.getpid() != _process:
+        return  # a forked child's end is not the rank's
+    watch.leave()
     for known in list(_channels):
         known.leave()
 
 
-class _Abort:
-    """An excepthook that ends the job: a rank that raises would else leave the others waiting for ever."""
-
-    def __init__(self, before: Any) -> None:
-        self.before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} raised, and ends the job:", file=sys.stderr)
-        self.before(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(1)
+_process = os.getpid()

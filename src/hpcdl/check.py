@@ -16,6 +16,7 @@ from hpcdl.channel import TABLES, TAGS, Channel
 from hpcdl.collectives import Span, find, program
 from hpcdl.errors import MismatchError, UnsupportedArrayError
 from hpcdl.execute import Job, Plan
+from hpcdl.record import CAME, ENDED, NUMBER, About, Operation, begin, now
 from hpcdl.shared import Meeting
 
 ROW_BYTES = 512
@@ -102,24 +103,37 @@ class Check(Meeting):
 
 
 def agree(
-    channel: Channel, call: str, kind: int = PRIVATE, refusal: ValueError | TypeError | None = None
+    channel: Channel,
+    call: str,
+    kind: int = PRIVATE,
+    refusal: ValueError | TypeError | None = None,
+    operation: Operation | None = None,
 ) -> Generator[Any, None, Check]:
     """Go on only if all ranks make the same call: returns the check, which knows the operation's number.
+
+    If it is part of an operation in the record, that one gets the number, else it is one of its own.
 
     A rank that must refuse its array takes part with its refusal. Where the hashes differ, the ranks exchange what they
     called, and all raise the same error; nothing else is in flight, and the communicator can be used afterwards.
     """
     if refusal is not None:
         call = f"{_kind(refusal)}{refusal}"
-    check = Check(channel, call, kind)
-    check.Start()
-    yield check
-    if not check.equal:
-        yield from disagree(check)
-    if refusal is not None:
-        check.end()
-        raise refusal
-    return check
+    mine = operation or begin(About(call, channel.key), 0, 0, None)
+    try:
+        check = Check(channel, call, kind)
+        check.Start()
+        mine[NUMBER] = check.number
+        yield check
+        mine[CAME] = now()
+        if not check.equal:
+            yield from disagree(check)
+        if refusal is not None:
+            check.end()
+            raise refusal
+        return check
+    finally:
+        if mine is not operation:
+            mine[ENDED] = now()
 
 
 def _kind(refusal: ValueError | TypeError) -> str:

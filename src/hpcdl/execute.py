@@ -23,6 +23,7 @@ from hpcdl.channel import Channel
 from hpcdl.collectives import Program, Reduce, Round, Send, Span, Step
 from hpcdl.device import mpi_reads_devices
 from hpcdl.inside import UFUNCS, Ticks, Within
+from hpcdl.record import ENDED, WAITS, About, Operation, begin, now
 from hpcdl.shared import Awaited
 
 MESSAGE_BYTES = 4 << 20
@@ -66,12 +67,20 @@ class _Line(NamedTuple):
     awaited: Awaited | None
 
 
+NAMELESS = About("a collective", "")
+
+
 class Plan:
     """A collective bound once to an array: call it as often as the array has new contents.
 
     Every rank of the communicator makes and calls its plans in the same order. Close it, use it as a context manager,
     or let it be freed with its communicator.
     """
+
+    about: About | None = None
+    """What it is called in the record; None if its runs are part of another operation."""
+    number = runs = 0
+    """The operation that made it, and how often it has run since."""
 
     def __init__(
         self,
@@ -263,6 +272,15 @@ class Plan:
 
     def __call__(self) -> Any:
         """Run the collective once, on what the array holds now; the result, as the plain function returns it."""
+        operation = self.enter(1)
+        try:
+            self.run()
+        finally:
+            operation[ENDED] = now()
+        return self.result()
+
+    def run(self) -> None:
+        """Run once, as part of what is in the record already."""
         # What finish(self.steps()) does, without the generator's share and other calls' share of a short plan's time.
         if self.state != "idle":
             self._begin()
@@ -277,7 +295,11 @@ class Plan:
                 else:
                     awaited.Wait()
         self.state = "idle"
-        return self.result()
+
+    def enter(self, depth: int) -> Operation:
+        """Record that a run begins, called by the frame so many above this function's caller."""
+        self.runs += 1
+        return begin(self.about or NAMELESS, self.number, self.runs, depth + 1)
 
     def _begin(self) -> None:
         """Take the plan for one run. RuntimeError if it is closed, or in flight."""
@@ -292,7 +314,7 @@ class Plan:
 
     def start(self) -> Work:
         """Run the collective once, without waiting for it."""
-        return Work(self.steps(), self.result)
+        return Work(self.steps(), self.result, self.enter(1))
 
     def close(self) -> None:
         """Free the requests; the plan cannot be called any more. Local: the other ranks need not take part."""
@@ -343,8 +365,9 @@ class Work:
     MPI makes no progress on its own: `is_completed` and `wait`, of this work or of another, do.
     """
 
-    def __init__(self, steps: Steps, result: Callable[[], Any]) -> None:
-        self._steps, self._result = steps, result
+    def __init__(self, steps: Steps, result: Callable[[], Any], operation: Operation) -> None:
+        self._steps, self._result, self._operation = steps, result, operation
+        operation[WAITS] = 0
         self._request: Awaited | None = None
         self._error: BaseException | None = None
         self._done = False
@@ -367,8 +390,10 @@ class Work:
             if not isinstance(error, Exception):
                 raise  # the user's Ctrl-C
         finally:
-            if self._done and self in _in_flight:
-                _in_flight.remove(self)
+            if self._done:
+                self._operation[ENDED] = now()
+                if self in _in_flight:
+                    _in_flight.remove(self)
             self._lock.release()
 
     def is_completed(self) -> bool:
@@ -379,6 +404,7 @@ class Work:
 
     def wait(self) -> None:
         """Wait until it is done. Raises what went wrong, each time it is asked."""
+        self._operation[WAITS] = now()
         while not self._done:
             self._advance(lambda request: wait(request, self))
             if not self._done:

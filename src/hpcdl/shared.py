@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import secrets
-import sys
 import threading
 import time
 import weakref
@@ -25,13 +24,12 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from hpcdl import settings
 from hpcdl.errors import RankEndedError
 
 # Counters are words; two ranks' never stand in one cache line, or the ranks would fight for it.
 WORD, LINE = 8, 8
 
-ROW_BYTES = 256
+ROW_BYTES = 512
 
 FENCE = threading.Lock()
 """`with FENCE: pass` lets no read or write cross the line, in either direction.
@@ -102,7 +100,7 @@ def _boot() -> str:
 
 
 def exchange(wire: MPI.Intracomm, text: str) -> Generator[MPI.Request, None, list[str]]:
-    """Every rank's text (256 bytes of it), by rank."""
+    """Every rank's text (512 bytes of it), by rank."""
     rows = np.zeros((wire.size, ROW_BYTES), np.uint8)
     mine = np.frombuffer(text.encode()[:ROW_BYTES].ljust(ROW_BYTES, b"\0"), np.uint8)
     yield wire.Iallgather(mine, rows)
@@ -200,7 +198,7 @@ class Meeting:
 
     def Wait(self) -> None:
         """Wait until all have come."""
-        looks, told, began, patient = 0, False, 0.0, True
+        looks, began, patient = 0, 0.0, True
         while not self.there():
             looks += 1
             if looks <= LOOKS:
@@ -214,21 +212,6 @@ class Meeting:
                 now = time.monotonic()
                 began = began or now
                 patient = now - began < PATIENCE_S
-                if not told and now - began > settings.STALL_S:
-                    told = True
-                    self._tell()
-
-    def _tell(self) -> None:
-        """Say who is missed; one rank says it for all that wait."""
-        absent = self.absent()
-        if absent and self.rank <= min(set(self.others).difference(absent), default=self.rank):
-            ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-            print(
-                f"hpcdl: rank {self.rank} has waited {settings.STALL_S:g} s for {ranks} to call a collective, "
-                "and waits on",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 class Gate(Meeting):

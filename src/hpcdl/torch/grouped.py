@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdl.execute import Steps, Work
+    from hpcdl.record import Operation
 
 
 def grouped_allreduce(
@@ -43,11 +44,15 @@ def grouped_iallreduce(
     For one tensor there is `hpcdl.iallreduce`, which copies nothing.
     """
     from hpcdl.execute import Work
+    from hpcdl.record import About, begin
 
     fused = _Fused(tensors, comm, op, algorithm)
 
+    nbytes = sum(flat.nbytes for flat in fused.flats)
+    operation = begin(About("grouped_iallreduce", fused.channel.key, nbytes, algorithm), 0, 0, 1)
+
     def steps() -> Steps:
-        check = yield from fused.agreed()
+        check = yield from fused.agreed(operation)
         try:
             for bound in fused.bounds:
                 with (yield from bound.plan(fused.channel, check, "i")) as plan:
@@ -56,7 +61,7 @@ def grouped_iallreduce(
         finally:
             check.end()
 
-    work = Work(steps(), lambda: fused.tensors)
+    work = Work(steps(), lambda: fused.tensors, operation)
     if algorithm == "native":
         work.wait()  # MPI matches its own collectives by their order, so another may not come between
     return work
@@ -89,7 +94,7 @@ class _Fused:
         except (TypeError, ValueError) as error:
             self._refusal = error
 
-    def agreed(self) -> Any:
+    def agreed(self, operation: Operation | None = None) -> Any:
         """The steps in which all ranks see that they want the same, or all raise."""
         from hpcdl.check import PRIVATE, agree
 
@@ -100,7 +105,7 @@ class _Fused:
                 for each in self.tensors
             )
             kinds = f"{'; '.join(map(str, self.bounds))}; together the tensors {kinds}"
-        return agree(self.channel, f"grouped {kinds}", PRIVATE, self._refusal)
+        return agree(self.channel, f"grouped {kinds}", PRIVATE, self._refusal, operation)
 
     @torch.no_grad()
     def handed_back(self) -> list[Tensor]:

@@ -84,6 +84,8 @@ class Reducer:
         self.slots = sorted((slot for bucket in self.buckets for slot in bucket.slots), key=lambda slot: slot.number)
         for bucket in self.buckets:
             bucket.bind(self._plan)
+            assert bucket.plan is not None and bucket.plan.about is not None
+            bucket.plan.about.bucket = bucket.index
         # Who has used what: a parameter that no rank has used keeps its gradient as it was, and None above all, since
         # AdamW would decay a weight whose gradient is zeros.
         self._used = zeros(max(1, len(self.slots)), torch.uint8, self.comm)
@@ -305,9 +307,15 @@ def at_the_end_of_backward(then: Callable[[], None]) -> None:
 
 def run_asleep(plan: Plan) -> None:
     """Run a plan without taking the core from the backward pass."""
-    for awaited in plan.steps():
-        while not awaited.Test():
-            time.sleep(NAP_S)
+    from hpcdl.record import ENDED, now
+
+    operation = plan.enter(0)
+    try:
+        for awaited in plan.steps():
+            while not awaited.Test():
+                time.sleep(NAP_S)
+    finally:
+        operation[ENDED] = now()
 
 
 class Progress:

@@ -1,0 +1,48 @@
+"""How a rank that raises ends the whole job: else the others would wait for it for ever.
+
+Floor 1. Nothing here starts MPI: a rank that raises before it has is ended by its launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+from types import TracebackType
+from typing import Any
+
+from hpcdl.environment import under_launcher
+
+
+def take_others_along() -> None:
+    """Have an exception that nobody catches end the job, where there is one."""
+    if under_launcher() and not isinstance(sys.excepthook, _Abort):
+        sys.excepthook = _Abort(sys.excepthook)
+
+
+class _Abort:
+    """An excepthook that shows the error as the one before it does, and ends the job."""
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.process = before, os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        MPI = sys.modules.get("mpi4py.MPI")
+        runs = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
+        if not runs or os.getpid() != self.process:  # a forked child is no rank
+            self.before(kind, error, trace)
+            return
+        assert MPI is not None
+        world = MPI.COMM_WORLD
+        watch = sys.modules.get("hpcdl.watch")
+        if watch is not None:
+            watch.flush()
+        sys.stdout.flush()
+        with redirect_stderr(StringIO()) as text:
+            self.before(kind, error, trace)
+        who = f"rank {world.rank} of {world.size} on {os.uname().nodename} raised, and ends the job:"
+        # In one write, or the words of ranks that raise together would mix.
+        sys.stderr.write(f"{who}\n{text.getvalue()}")
+        sys.stderr.flush()
+        world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
