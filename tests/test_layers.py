@@ -20,6 +20,7 @@ FLOORS = {
     "topology": 1,
     "environment": 1,
     "ends": 1,
+    "logs": 1,
     "record": 1,
     "trace": 2,
     "watch": 2,
@@ -33,6 +34,7 @@ FLOORS = {
     "call": 4,
     "api": 4,
     "__init__": 4,  # the public face
+    "preemption": 5,
     "data": 5,
     "text": 5,
     "torch": 5,

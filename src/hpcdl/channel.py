@@ -47,6 +47,7 @@ class Channel:
     """The private side of one communicator."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        own = watch.watch() if MPI.COMM_WORLD.size > 1 or settings.TRACE else None
         # Here a rank is first waited for, and nobody knows yet how to ask it.
         operation = begin(About(f"the first collective on a communicator of {comm.size} ranks", ""), 0, 0, None)
         self.wire: MPI.Intracomm = comm.Dup()
@@ -60,7 +61,7 @@ class Channel:
         self.begun = 0
         """The number of the last operation."""
 
-        card = watch.watch().card() if MPI.COMM_WORLD.size > 1 or settings.TRACE else ALONE
+        card = own.card() if own else ALONE
         rows = [row.split("\n") for row in _now(exchange(self.wire, f"{os.getpid()} {_node()}\n{card}"))]
         operation[ENDED] = now()
         self.peers: Sequence[watch.Peer] = [watch.parse(card) for _, card in rows]

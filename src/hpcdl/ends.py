@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import redirect_stderr
 from io import StringIO
 from types import TracebackType
 from typing import Any
 
 from hpcdl.environment import under_launcher
+from hpcdl.errors import HpcdlError
+
+MOST_IN_TURN = 10
 
 
 def take_others_along() -> None:
@@ -39,6 +43,8 @@ class _Abort:
         if watch is not None:
             watch.flush()
         sys.stdout.flush()
+        if isinstance(error, HpcdlError):  # most raise it together: one of them is enough to show it
+            time.sleep(0.1 * min(world.rank, MOST_IN_TURN))
         with redirect_stderr(StringIO()) as text:
             self.before(kind, error, trace)
         who = f"rank {world.rank} of {world.size} on {os.uname().nodename} raised, and ends the job:"

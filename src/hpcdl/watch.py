@@ -33,12 +33,13 @@ from mpi4py import MPI
 from hpcdl import settings, trace
 from hpcdl.record import ABOUT, ENDED, NUMBER, RUN, WAITS, Operation, describe, in_flight, now, snapshot, whereabouts
 
-TICK_S = 1.0
+TICK_S = min(1.0, settings.STALL_S / 4) if settings.STALL_S > 0 else 1.0
 ASK_S = 2.0
 """How long an answer may take. Who does not answer in that time is stopped, or his host is down."""
 MOST_TOLD = 64
 """So many ranks hear that another ends. Each of them tells what it has heard when it ends itself."""
 MOST_AT_ONCE = 64
+MOST_IN_TURN = 10
 
 Answer: TypeAlias = dict[str, Any]
 GONE, SILENT, UNKNOWN = "gone", "silent", "unknown"
@@ -260,6 +261,8 @@ class Watch:
             self._alarm(channel, nearest, "is gone, killed or ended without a word, and is waited for in", operation)
 
     def _alarm(self, channel: Counted, rank: int, what: str, operation: Operation) -> None:
+        # All that wait come to know it; one is enough to say it, and ends the others.
+        time.sleep(0.1 * min(channel.rank, MOST_IN_TURN))
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main else ""
         self._say(
