@@ -154,6 +154,7 @@ class Call:
             refusal = error
         if bound and operation:
             operation[ABOUT] = bound.about
+            bound.about.call = f"{form}{bound.about.call}"
         check = yield from agree(own, f"{form}{bound}", bound.kind if bound else PRIVATE, refusal, operation)
         assert bound is not None  # a refusal has been raised
         return bound, check
