@@ -78,8 +78,8 @@ class Counted(Protocol):
 class Watch:
     """This process's."""
 
-    def __init__(self) -> None:
-        self.rank, self.token = MPI.COMM_WORLD.rank, secrets.token_hex(8)
+    def __init__(self, rank: int) -> None:
+        self.rank, self.token = rank, secrets.token_hex(8)
         self.host = socket.gethostname().partition(".")[0][:40]
         self.channels: weakref.WeakSet[Any] = weakref.WeakSet()  # of Counted
         self.serial = 0
@@ -114,7 +114,7 @@ class Watch:
                 connection, _ = server.accept()
             except OSError:
                 return  # closed: this process ends
-            with connection, suppress(OSError, ValueError, KeyError, TypeError):
+            with connection, suppress(Exception):  # whatever comes over a socket, the next question is answered
                 connection.settimeout(ASK_S)
                 question = _read(connection)
                 if question["to"] == self.token:
@@ -411,7 +411,7 @@ def watch() -> Watch:
     """This process's watch, which the first communicator of several ranks starts."""
     global _watch
     if _watch is None:
-        _watch = Watch()
+        _watch = Watch(MPI.COMM_WORLD.rank)
     return _watch
 
 
