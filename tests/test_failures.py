@@ -144,6 +144,21 @@ def test_one_all_reduce_too_many_ends_the_job_and_names_who_has_ended() -> None:
         assert re.search(r"rank [023]( \(\S+\))? has ended its program, and will not come to", done.stderr)
 
 
+def test_a_rank_with_more_batches_than_the_others_ends_the_job_and_names_who_has_ended() -> None:
+    pytest.importorskip("torch")
+    script = """
+import torch, hpcdl, hpcdl.torch
+model = hpcdl.torch.DistributedDataParallel(torch.nn.Linear(3, 1))
+for step in range(3 + hpcdl.rank()):
+    model(torch.ones(2, 3)).sum().backward()
+    model.zero_grad()
+"""
+    for env in ({}, {"HPCDL_SHARED": "0"}):
+        done = run_ranks(2, "-c", script, timeout_s=90, env=env)
+        assert done.returncode != 0
+        assert re.search(r"rank 0( \(\S+\))? has ended its program, and will not come to", done.stderr)
+
+
 def test_another_shape_is_the_same_error_on_all_ranks() -> None:
     done = run("hpcdl.allreduce(grid)")
     assert done.returncode != 0

@@ -73,6 +73,24 @@ def test_the_same_operation_has_the_same_number_on_all_ranks_and_overlaps_in_tim
     assert max(each["ts"] for each in barriers) <= min(each["ts"] + each["dur"] for each in barriers)
 
 
+def test_gradients_are_known_by_their_bucket(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = """
+import torch, hpcdl.torch
+model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 100))
+model = hpcdl.torch.DistributedDataParallel(model, bucket_cap_mb=0.05, first_bucket_mb=0.05)
+for step in range(3):
+    model(torch.ones(2, 100)).sum().backward()
+    model.zero_grad()
+"""
+    file = tmp_path / "trace.json"
+    assert run_ranks(2, "-c", script, timeout_s=90, env={"HPCDL_TRACE": str(file)}).returncode == 0
+    for rank in range(2):
+        runs = [event["args"] for event in complete(events(file), rank, "allreduce") if "bucket" in event["args"]]
+        assert [each["bucket"] for each in runs] == [0, 1] * 3
+        assert all(40_000 <= each["bytes"] <= 41_000 for each in runs)
+
+
 @pytest.mark.parametrize(
     "end", ["os.kill(os.getpid(), 9)", "raise ValueError", "sys.exit(3)", "os._exit(1)"], ids=lambda end: end[:5]
 )

@@ -13,15 +13,14 @@ from io import StringIO
 from types import TracebackType
 from typing import Any
 
-from hpcdl.environment import under_launcher
 from hpcdl.errors import HpcdlError
 
 MOST_IN_TURN = 10
 
 
 def take_others_along() -> None:
-    """Have an exception that nobody catches end the job, where there is one."""
-    if under_launcher() and not isinstance(sys.excepthook, _Abort):
+    """Have an exception that nobody catches end the job, if there is one by then."""
+    if not isinstance(sys.excepthook, _Abort):
         sys.excepthook = _Abort(sys.excepthook)
 
 
