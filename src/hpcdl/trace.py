@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from hpcdl import record
-from hpcdl.record import ABOUT, BEGAN, CAME, CODE, ENDED, INSTRUCTION, NUMBER, RUN, THREAD, Operation, now
+from hpcdl.record import ABOUT, BEGAN, CAME, CODE, ENDED, INSTRUCTION, NUMBER, RUN, THREAD, WAITS, Operation, now
 
 FILE_BYTES = 64 << 20
 """The file grows no longer: what comes later is counted."""
@@ -102,6 +102,7 @@ class Tracer:
         more = f',"waited_us":{(operation[CAME] - began) / 1e3:.3f}' if operation[CAME] else ""
         more += f',"run":{operation[RUN]}' if operation[RUN] else ""
         more += f',"bucket":{about.bucket}' if about.bucket is not None else ""
+        more += "" if operation[WAITS] == began else ',"started":true'  # it was a Work
         more += "" if operation[ENDED] else ',"unfinished":true'
         return (
             f'{{"ph":"X","name":{name},"cat":"collective","ts":{(began + self._offset - self.start) / 1e3:.3f},'
