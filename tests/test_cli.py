@@ -11,6 +11,7 @@ from harness.launch import run_ranks
 
 from hpcdl import environment
 from hpcdl.cli.main import UsageError, main, parse
+from hpcdl.logs import host
 
 
 @pytest.mark.parametrize(
@@ -73,23 +74,6 @@ def test_the_commands_arguments_have_the_documented_defaults() -> None:
     assert (arguments.batch_size, arguments.seed, arguments.target_accuracy) == (32, 0, None)
 
 
-@pytest.mark.parametrize(
-    ("size", "environ", "name"),
-    [
-        (1, {"PMI_SIZE": "4"}, "PMI_SIZE says 4"),
-        (1, {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE says 2"),
-        (1, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "SLURM_NTASKS says 8"),
-        (1, {"PMI_SIZE": "1", "SLURM_NTASKS": "8"}, None),  # mpiexec -n 1 inside a larger allocation
-        (4, {"PMI_SIZE": "4"}, None),
-        (1, {"SLURM_NTASKS": "many"}, None),
-        (1, {}, None),
-    ],
-)
-def test_ranks_that_do_not_know_of_each_other_are_warned(size: int, environ: dict[str, str], name: str | None) -> None:
-    warning = environment.wrong_size(size, environ)
-    assert (warning is None) if name is None else (warning is not None and warning.startswith(name))
-
-
 def on_a_terminal(script: str) -> str:
     """What a shell script prints on a terminal that is 77 characters wide."""
     ours, theirs = pty.openpty()
@@ -127,3 +111,41 @@ def test_ranks_that_outnumber_the_cores_are_told_so_once(command: str) -> None:
     script = f"{alone}; from hpcdl.cli.main import main; main({command.split()!r})"
     done = run_ranks(2, "-c", script)
     assert done.stderr.count("2 ranks share 1 core of a node") == 1, done.stderr
+
+
+LOGS = """
+import logging, os, warnings
+import hpcdl
+from hpcdl.logs import configure
+from mpi4py import MPI
+
+comm, log = MPI.COMM_WORLD, logging.getLogger("hpcdl")
+log.warning("nobody listens")
+for _ in range(2):  # the second time changes nothing
+    configure(comm)
+for rank in range(comm.size):
+    comm.Barrier()
+    if rank == comm.rank:
+        log.info("all goes well")
+        log.warning("look:\\nhere")
+        log.error("that was wrong")
+        warnings.warn("old")
+comm.Barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_lines_tell_rank_and_host_and_only_rank_0_says_how_it_goes(ranks: int) -> None:
+    done = run_ranks(ranks, "-c", LOGS)
+    expected = []
+    for rank in range(ranks):
+        ahead = f"[rank {rank} on {host()}] " if ranks > 1 else ""
+        expected += [f"{ahead}hpcdl: note: all goes well"] if rank == 0 else []
+        expected += [f"{ahead}hpcdl: warning: look:", f"{ahead}here", f"{ahead}hpcdl: that was wrong"]
+        expected += [f"{ahead}<string>:17: UserWarning: old"]
+    # Each rank's lines in order; whose come first is the launcher's affair.
+    lines = [line for line in done.stderr.splitlines() if "warnings.warn(" not in line]
+    assert sorted(lines) == sorted(expected), done.stderr
+    for rank in range(ranks):
+        mine = f"[rank {rank} " if ranks > 1 else ""
+        assert [line for line in lines if mine in line] == [line for line in expected if mine in line]

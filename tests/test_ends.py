@@ -6,10 +6,14 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from harness.launch import run_ranks
+from idx import write_images
+
+from hpcdl.logs import host
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -147,3 +151,78 @@ def test_the_first_example_prints_the_right_sum_by_each_algorithm(ranks: int) ->
 def test_600_ranks_are_proved_within_a_minute() -> None:
     line = "import hpcdl.collectives as c; c.verify(c.schedule('binary_blocks', 600))"
     subprocess.run([sys.executable, "-c", line], check=True, timeout=60)
+
+
+WAYS = {
+    "plain python": ["{script}"],
+    "mpi4py's runner": ["-m", "mpi4py", "{script}"],
+    "hpcdl train": ["{train}", "train", "--data", "{data}", "--epochs", "100000"],
+}
+SCRIPT = """
+import os, signal, sys, threading, time
+import hpcdl
+import numpy as np
+from mpi4py import MPI
+
+comm, at_once = MPI.COMM_WORLD, {at_once}
+if not at_once:
+    hpcdl.allreduce(np.ones(4))
+if comm.rank == 1:
+    open({mark!r}, "w").close()
+    {what}
+while True:
+    {others}
+"""
+TRAIN = """
+import os, signal, sys, threading, time
+from hpcdl.cli.main import main
+from hpcdl.torch.train import Trainer
+
+step = Trainer.step
+
+def sabotaged(trainer, mine, total):
+    if trainer.steps == (0 if {at_once} else 2) and trainer.comm.rank == 1:
+        open({mark!r}, "w").close()
+        {what}
+    step(trainer, mine, total)
+
+Trainer.step = sabotaged
+sys.exit(main())
+"""
+RAISE = "raise RuntimeError('rank 1 has had enough')"
+THREAD = "threading.Thread(target=time.sleep, args=(60,), daemon={daemon}).start(); " + RAISE
+OURS, MPIS = "hpcdl.allreduce(np.ones(4))", "comm.Barrier()"
+ENDS = {
+    "raises before the first collective": (True, RAISE, OURS),
+    "raises while the others are in MPI's own": (True, RAISE, MPIS),
+    "raises while a thread runs": (False, THREAD.format(daemon=False), OURS),
+    "raises while a daemon runs": (False, THREAD.format(daemon=True), OURS),
+    "is interrupted": (False, "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", OURS),
+    "calls sys.exit": (False, "sys.exit(3)", OURS),
+    "calls os._exit": (False, "os._exit(4)", OURS),
+    "is killed": (False, "os.kill(os.getpid(), signal.SIGKILL)", OURS),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_out_of_turn_ends_the_job_within_5_s(way: str, end: str, tmp_path: Path) -> None:
+    if way == "hpcdl train":
+        if not find_spec("torch") or ENDS[end][2] == MPIS:
+            pytest.skip("torch is not installed, or it is not for training")
+        write_images(tmp_path / "data")
+    at_once, what, others = ENDS[end]
+    mark = tmp_path / "mark"
+    words = {name: str(tmp_path / name) for name in ("script", "train", "data")}
+    for name, text in (("script", SCRIPT), ("train", TRAIN)):
+        (tmp_path / name).write_text(text.format(at_once=at_once, what=what, others=others, mark=str(mark)))
+    run = run_ranks(3, *(word.format(**words) for word in WAYS[way]), timeout_s=60)
+    took_s = time.time() - mark.stat().st_mtime
+    assert run.returncode != 0
+    assert took_s < 5, run.stderr
+    if RAISE in what:
+        lines = run.stderr.splitlines()
+        last = max(number for number, line in enumerate(lines) if "RuntimeError: rank 1 has had enough" in line)
+        assert any("Traceback (most recent call last):" in line for line in lines[:last])
+        assert f"rank 1 on {host()}" in run.stderr or f"rank 1 of 3 on {host()}" in run.stderr
+        assert not any("hpcdl" in line or "Traceback" in line for line in lines[last + 1 :]), run.stderr

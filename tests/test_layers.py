@@ -34,7 +34,7 @@ FLOORS = {
     "call": 4,
     "api": 4,
     "__init__": 4,  # the public face
-    "preemption": 5,
+    "preemption": 4,
     "data": 5,
     "text": 5,
     "torch": 5,

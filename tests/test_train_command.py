@@ -2,17 +2,19 @@
 
 import json
 import re
+import signal
 import subprocess
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness.launch import run_ranks
+from harness.launch import Job, run_ranks
 from idx import write_images
 
 from hpcdl.cli.main import parse
 from hpcdl.cli.train import choose
+from hpcdl.logs import host
 
 pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 
@@ -24,6 +26,14 @@ def hpcdl_train(n: int, *arguments: str, timeout_s: float = 60) -> "subprocess.C
 def ours(stderr: str) -> list[str]:
     """The complaints of hpcdl; a launcher adds lines of its own when a rank's status is not 0."""
     return [line for line in stderr.splitlines() if "hpcdl" in line and "hpcdl: note: " not in line]
+
+
+RANK_0 = f"[rank 0 on {host()}]"
+
+
+def told(done: "subprocess.CompletedProcess[str]") -> list[str]:
+    """All that hpcdl says, but for a hint on the cores of this machine."""
+    return [line for line in done.stderr.splitlines() if "hpcdl: " in line and "cores" not in line]
 
 
 @pytest.fixture
@@ -112,23 +122,70 @@ def model_files(folder: Path) -> list[str]:
 
 
 def test_a_killed_training_resumes_to_the_same_bits(data: str, tmp_path: Path) -> None:
-    def told(done: "subprocess.CompletedProcess[str]") -> list[str]:
-        return [line for line in done.stderr.splitlines() if line.startswith("hpcdl: ") and "cores" not in line]
-
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = ["--data", data, "--epochs", "3", "--checkpoint-every", "2", "--resume", "--checkpoint"]  # 7 steps an epoch
     done = hpcdl_train(2, *words, str(whole))
     assert done.returncode == 0, done.stderr
-    assert told(done) == [f"hpcdl: note: no checkpoint in {whole} yet: starting from the beginning"]
+    assert told(done) == [f"{RANK_0} hpcdl: note: no checkpoint in {whole} yet: starting from the beginning"]
 
     kill = SABOTAGE.format(step=13, what="os.kill(os.getpid(), 9)")
     done = run_ranks(2, "-c", kill, *words, str(killed))
     assert done.returncode != 0
     done = hpcdl_train(2, *words, str(killed))
     assert done.returncode == 0, done.stderr
-    assert told(done) == [f"hpcdl: note: going on from {killed}/checkpoint-000007, step 12"]
+    assert told(done) == [f"{RANK_0} hpcdl: note: going on from {killed}/checkpoint-000007, step 12"]
     assert [line.split()[0] for line in done.stdout.splitlines()[-5:-1]] == ["epoch", "1", "2", "3"]
     assert len(model_files(whole)) == 2 and model_files(killed) == model_files(whole)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "step", "stopped_at", "number"),
+    [(2, 5, 7, signal.SIGUSR1), (2, 8, 10, signal.SIGTERM), (4, 9, 11, signal.SIGUSR1)],
+    ids=["at the end of an epoch", "within an epoch", "on 4 ranks"],
+)
+def test_a_signal_to_one_rank_stops_all_behind_a_checkpoint_with_status_75(
+    data: str, tmp_path: Path, ranks: int, step: int, stopped_at: int, number: signal.Signals
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    words = ["--data", data, "--epochs", "3", "--checkpoint"]
+    assert hpcdl_train(ranks, *words, str(whole)).returncode == 0
+
+    ask = SABOTAGE.format(step=step, what=f"os.kill(os.getpid(), {number:d})")
+    done = run_ranks(ranks, "-c", ask, *words, str(stopped), "--log-dir", str(tmp_path))
+    assert done.returncode == 75, done.stdout + done.stderr
+    (path,) = (path for path in stopped.iterdir() if f'"step": {stopped_at},' in (path / "manifest.json").read_text())
+    reason = f"{number.name} at rank 1 ({host()})"
+    assert told(done)[-2:] == [
+        f"{RANK_0} hpcdl: warning: the ranks were asked to stop: {reason}",
+        f"{RANK_0} hpcdl: note: stopped at step {stopped_at} by {reason}: {path} is written, go on by --resume",
+    ]
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert last == {"kind": "stop", "step": stopped_at, "reason": reason, "checkpoint": str(path)}
+
+    done = hpcdl_train(ranks, *words, str(stopped), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"{RANK_0} hpcdl: note: going on from {path}, step {stopped_at}" in told(done)
+    assert [line.split()[0] for line in done.stdout.splitlines()[-5:-1]] == ["epoch", "1", "2", "3"]
+    assert model_files(stopped)[-1] == model_files(whole)[-1]
+
+
+def test_a_signal_to_the_launcher_stops_all_too(data: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    words = ["-m", "hpcdl", "train", "--data", data, "--epochs", "100000", "--checkpoint", str(folder)]
+    with Job(2, *words) as job:
+        end = time.monotonic() + 60
+        while not (folder / "checkpoint-000001" / "manifest.json").exists():
+            assert time.monotonic() < end and job.process.poll() is None
+            time.sleep(0.05)
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.process.wait(60) == 75
+
+
+def test_without_a_checkpoint_a_signal_ends_the_job_as_ever(data: str) -> None:
+    ask = SABOTAGE.format(step=2, what=f"os.kill(os.getpid(), {signal.SIGTERM:d})")
+    done = run_ranks(2, "-c", ask, "--data", data, "--epochs", "100000")
+    assert done.returncode not in (0, 75)
+    assert "asked to stop" not in done.stderr
 
 
 def test_mnist_is_learnt_to_93_percent() -> None:
@@ -223,8 +280,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(data: str) -> None:
     words = ["--data", data, "--epochs", "100000"]
     done = run_ranks(3, "-c", SABOTAGE.format(step=2, what="raise KeyError('planted')"), *words)
     assert done.returncode != 0
-    assert "[rank 1] Traceback (most recent call last):" in done.stderr
-    assert "[rank 1] KeyError: 'planted'" in done.stderr
+    assert f"[rank 1 on {host()}] Traceback (most recent call last):" in done.stderr
+    assert f"[rank 1 on {host()}] KeyError: 'planted'" in done.stderr
     assert time.monotonic() - began < 30  # a start takes most of it
 
 

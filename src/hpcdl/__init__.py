@@ -36,6 +36,7 @@ from hpcdl.api import (
 )
 from hpcdl.ends import take_others_along
 from hpcdl.errors import HpcdlError, MismatchError, RankEndedError, UnsupportedArrayError
+from hpcdl.preemption import preemption
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ __all__ = [
     "plan_broadcast",
     "plan_reduce",
     "plan_reduce_scatter",
+    "preemption",
     "rank",
     "reduce",
     "reduce_scatter",

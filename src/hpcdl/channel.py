@@ -201,7 +201,7 @@ def _first_use() -> None:
     # At an implicit finalize no attribute is deleted: MPICH would complain of persistent requests. Only what is local
     # is freed here, since a dead rank would let a collective call hang.
     atexit.register(_at_exit)
-    if wrong := wrong_size(MPI.COMM_WORLD.size):
+    if wrong := wrong_size(MPI.COMM_WORLD.size, vendor=MPI.get_vendor()[0]):
         warnings.warn(wrong, RuntimeWarning, stacklevel=2)
 
 

@@ -14,7 +14,6 @@ def _seconds(name: str, usual: str) -> float:
 
 
 CHECK = os.environ.get("HPCDL_CHECK", "1") != "0"
-DETECT = os.environ.get("HPCDL_DETECT", "1") != "0"
 NODES = os.environ.get("HPCDL_NODES", "")
 SHARED = os.environ.get("HPCDL_SHARED", "1") != "0"
 STALL_S = _seconds("HPCDL_STALL_SECONDS", "60")

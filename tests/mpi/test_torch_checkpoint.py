@@ -6,6 +6,7 @@ import pickle
 import random
 import resource
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +278,30 @@ def test_files_of_two_checkpoints_are_never_mixed(comm: MPI.Intracomm, folder: P
             (second / name).write_bytes(kept)
         comm.Barrier()
     assert load(folder, comm) == 2
+
+
+def test_ranks_that_come_and_write_at_different_times_find_one_whole_checkpoint(
+    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    replace = os.replace
+
+    def write_slowly(source: str, target: str) -> None:
+        time.sleep(0.02 * ((comm.rank + turn) % comm.size))
+        replace(source, target)
+        written.append(Path(target).name)
+
+    monkeypatch.setattr(os, "replace", write_slowly)
+    everything = ["manifest.json", "model.pt", *(f"rank-{rank}.pt" for rank in range(comm.size))]
+    mine = ["model.pt", "rank-0.pt", "manifest.json"] if comm.rank == 0 else [f"rank-{comm.rank}.pt"]
+    for turn in range(comm.size):
+        written.clear()
+        time.sleep(0.02 * ((comm.rank + turn) % comm.size))  # they come one by one, each turn in another order
+        path = save(folder, comm, turn)
+        assert sorted(os.listdir(path)) == everything  # at once, on each rank
+        assert written == mine
+        assert load(folder, comm) == turn
+    assert len(set(comm.allgather(str(path)))) == 1
 
 
 # Failures while it is written

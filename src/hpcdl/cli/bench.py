@@ -25,8 +25,7 @@ from hpcdl.cli.bench_overlap import overlap_at
 from hpcdl.cli.bench_report import FORMATS, Row, label, plot
 from hpcdl.cli.launch import terminal
 from hpcdl.cli.sizes import parse_bytes, show_bytes
-from hpcdl.cli.train import Refused, agree, complain, count, rate
-from hpcdl.environment import notices
+from hpcdl.cli.train import Refused, agree, begin, complain, count, rate
 from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:
@@ -108,8 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    for line in notices(comm):
-        complain(comm, line)
+    begin(comm)
     arguments.buffers = arguments.buffers or ("both" if arguments.overlap else "private")
     with ExitStack() as stack:
         try:

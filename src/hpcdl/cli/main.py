@@ -17,6 +17,7 @@ import hpcdl
 from hpcdl import verdict
 from hpcdl.cli.launch import terminal
 from hpcdl.environment import under_launcher
+from hpcdl.logs import speaker
 
 # Each is a module of this package with add_arguments(parser) and run(arguments) -> exit status.
 COMMANDS = {
@@ -24,6 +25,9 @@ COMMANDS = {
     "bench": "time the all-reduce algorithms against MPI's own, with every result checked",
     "tune": "measure which all-reduce is the fastest here, and write it down for all programs",
     "explain": "say which algorithm is taken for a size, and why",
+    "doctor": "say what is wrong with this machine, the launch and the settings, and how to mend it",
+    "selftest": "check every algorithm, type, operation and layout on these ranks, and print what passed",
+    "trace": "say where the time went that HPCDL_TRACE has written down, and who was slowest",
 }
 
 
@@ -93,10 +97,12 @@ def die(error: BaseException) -> int:
     # What never imported MPI has no other ranks.
     MPI = sys.modules.get("mpi4py.MPI")
     world = MPI.COMM_WORLD if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
-    who = f"[rank {world.rank}] " if world and world.size > 1 else ""
+    who = speaker(world) if world else ""
+    if watch := sys.modules.get("hpcdl.watch"):
+        watch.flush()
     interrupted = isinstance(error, KeyboardInterrupt)
     text = "interrupted\n" if interrupted else "".join(traceback.format_exception(error))
-    # In one write, each line with its rank in front: other ranks may be printing theirs.
+    # In one write, each line with its rank and host in front: other ranks may be printing theirs.
     sys.stdout.flush()
     sys.stderr.write("".join(f"{who}{line}\n" for line in text.splitlines()))
     sys.stderr.flush()

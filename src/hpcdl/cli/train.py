@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,10 +24,13 @@ from hpcdl.cli.train_log import Log, plain
 from hpcdl.data import DataError
 from hpcdl.environment import cores_per_rank, notices
 from hpcdl.errors import HpcdlError
+from hpcdl.logs import configure, logger
+from hpcdl.preemption import SIGNALS, preemption
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcdl.preemption import Preemption
     from hpcdl.torch.train import Epoch, Task, Trainer
 
 
@@ -54,8 +59,11 @@ LOG_STEPS = 20
 
 EPILOG = """\
 Exit status: 0 if all is well; 1 if the training failed: it diverged, missed --target-accuracy, a checkpoint could not
-be written, or the ranks' parameters differ; 2 if it could not begin: a wrong argument, no data, no torch.
+be written, or the ranks' parameters differ; 2 if it could not begin: a wrong argument, no data, no torch; with
+--checkpoint also 75: it was asked to stop by SIGTERM or SIGUSR1, has written a checkpoint and can go on with --resume.
 """
+STOPPED = 75
+"""EX_TEMPFAIL: try again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,8 +200,25 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    for line in notices(comm):
-        complain(comm, line)
+    begin(comm)
+    try:
+        compare(comm, arguments)
+    except Refused as refusal:
+        complain(comm, str(refusal))
+        return 2
+    if not arguments.checkpoint:
+        return train(comm, arguments)
+    with preemption(comm) as stop:
+        status = train(comm, arguments, stop)
+    if status == STOPPED:
+        # Whoever asks again while the ranks end gets the same answer.
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+    return status
+
+
+def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption | None = None) -> int:
+    """Train, up to the end or until told to stop; the exit status."""
     try:
         trainer, log = prepare(comm, arguments)
     except Refused as refusal:
@@ -206,12 +231,15 @@ def run(arguments: argparse.Namespace) -> int:
     began, first = perf_counter(), comm.rank == 0
     if first:
         print(header(arguments, trainer), flush=True)
+    stopped = unsaved = None
     with log or nullcontext(), reporting(trainer, arguments.epochs, on=first) as (on_step, on_epoch):
-        unsaved = None
         try:
-            follow(trainer, arguments, log, on_step, on_epoch)
+            stopped = follow(trainer, arguments, log, on_step, on_epoch, stop)
         except CheckpointError as error:  # the same on all ranks
             unsaved = str(error)
+    if stopped:
+        logger.info(stopped)
+        return STOPPED
     apart = spread(trainer.model, comm)
 
     if first:
@@ -225,12 +253,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def begin(comm: MPI.Comm) -> None:
+    """Have the ranks' log on standard error, and say there what a person should know of how the job was launched."""
+    configure(comm)
+    for line in notices(comm):
+        word, _, text = line.partition(": ")
+        if word == "note" or comm.rank == 0:  # it is the same on all ranks
+            logger.log(logging.INFO if word == "note" else logging.WARNING, text)
+
+
 class Refused(Exception):
     """The training cannot begin; all ranks raise it alike."""
 
 
-def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer, Log | None]:
-    """Whatever can be wrong before the first step; what is wrong on one rank is refused by all."""
+def compare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> None:
+    """Refuse arguments that differ between ranks or contradict themselves."""
     # The first agreement: a rank that was given a wrong argument has come to it from hpcdl.cli.main.refuse.
     agree(comm, None)
     for name, value in vars(arguments).items():
@@ -240,6 +277,10 @@ def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer
             if differs:
                 raise Refused(differs)
     agree(comm, choose(arguments))
+
+
+def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer, Log | None]:
+    """Whatever else can be wrong before the first step; what is wrong on one rank is refused by all."""
     try:
         # The library says itself which names there are and which numbers of ranks each can serve.
         hpcdl.allreduce(np.zeros(1), comm, algorithm=arguments.algorithm)
@@ -341,11 +382,11 @@ def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
     except CheckpointError as error:
         raise Refused(f"--resume: {error}") from error
     for warning in passed_over:
-        complain(comm, f"note: {warning.message}")
+        logger.info("%s", warning.message)
     if checkpoint is None:
-        complain(comm, f"note: no checkpoint in {folder} yet: starting from the beginning")
+        logger.info("no checkpoint in %s yet: starting from the beginning", folder)
     else:
-        complain(comm, f"note: going on from {checkpoint.path}, step {checkpoint.step}")
+        logger.info("going on from %s, step %d", checkpoint.path, checkpoint.step)
 
 
 def open_log(trainer: Trainer, arguments: argparse.Namespace) -> Log | None:
@@ -358,7 +399,7 @@ def open_log(trainer: Trainer, arguments: argparse.Namespace) -> Log | None:
             settings = {name: value for name, value in vars(arguments).items() if name != "run"}
             log = Log(folder, {**settings, "ranks": comm.size}, trainer.steps)
             if log.missing:
-                complain(comm, f"note: {log.missing}")
+                logger.info(log.missing)
     agree(comm, problem)
     return log
 
@@ -385,22 +426,31 @@ def follow(
     log: Log | None,
     on_step: Callable[[int], object],
     on_epoch: Callable[[Epoch], object],
-) -> None:
-    """Train, report, log and save, up to the first epoch whose loss is not finite."""
-    unit = trainer.task.unit
+    stop: Preemption | None = None,
+) -> str | None:
+    """Train, report, log and save, up to the first epoch whose loss is not finite; why and where it was stopped."""
+    unit, stopped = trainer.task.unit, None
     # Not whether this rank has a log: to measure is a collective call.
-    logging = trainer.comm.bcast(log is not None)
+    logged = trainer.comm.bcast(log is not None)
 
-    def after_step(samples: int) -> None:
+    def after_step(samples: int) -> bool:
+        nonlocal stopped
         on_step(samples)
-        if logging and trainer.steps % LOG_STEPS == 0:
+        if logged and trainer.steps % LOG_STEPS == 0:
             loss, per_s, communication = trainer.measure()
             if log:
                 epoch = len(trainer.epochs) + 1
                 log.write("train", trainer.steps, epoch, plain(unit, loss, per_s, communication))
+        if stop and stop():
+            path = trainer.save(arguments.checkpoint)
+            if log:
+                log.stop(trainer.steps, stop.reason, path)
+            stopped = f"stopped at step {trainer.steps} by {stop.reason}: {path} is written, go on by --resume"
+            return True
         ends = trainer.steps % trainer.steps_an_epoch == 0  # then what the epoch came to is saved too, below
         if arguments.checkpoint_every and trainer.steps % arguments.checkpoint_every == 0 and not ends:
             trainer.save(arguments.checkpoint)
+        return False
 
     for epoch in trainer.train(arguments.epochs, after_step):
         on_epoch(epoch)
@@ -409,9 +459,10 @@ def follow(
             values |= {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy}
             log.write("epoch", trainer.steps, epoch.number, values)
         if not math.isfinite(epoch.loss):
-            return
+            break
         if arguments.checkpoint:
             trainer.save(arguments.checkpoint)
+    return stopped
 
 
 def judge(epochs: list[Epoch], spread: float, target: float | None) -> str | None:

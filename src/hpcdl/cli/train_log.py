@@ -18,7 +18,8 @@ class Log:
     """One rank's log of a training in a folder: log.jsonl, which is appended to, and TensorBoard's files beside it.
 
     Each line is an object. "kind" is "start", with the settings and the step that is gone on from (what stands above
-    of later steps is void), "train" (the steps since the line before) or "epoch" (the whole epoch).
+    of later steps is void), "train" (the steps since the line before), "epoch" (the whole epoch) or "stop" (with the
+    reason and the checkpoint to go on from).
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], step: int) -> None:
@@ -42,6 +43,10 @@ class Log:
         if self._scalars:
             for name, value in values.items():
                 self._scalars.add_scalar(f"{kind}/{name}", value, step)
+
+    def stop(self, step: int, reason: str | None, checkpoint: Path) -> None:
+        """The last line of a training that was asked to stop."""
+        self._put({"kind": "stop", "step": step, "reason": reason, "checkpoint": str(checkpoint)})
 
     def _put(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

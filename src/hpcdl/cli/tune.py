@@ -23,9 +23,8 @@ from hpcdl.choice import HOST, Shape, candidates, serves, shared_cost
 from hpcdl.cli.bench import progress, sizes
 from hpcdl.cli.bench_measure import Competitor, NumPyArray, measure
 from hpcdl.cli.sizes import UNITS, parse_bytes, show_bytes, show_seconds
-from hpcdl.cli.train import Refused, agree, complain, rate
+from hpcdl.cli.train import Refused, agree, begin, complain, rate
 from hpcdl.collectives import Cost, Link, find
-from hpcdl.environment import notices
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hpcdl.execute import SEGMENT_BYTES
 
     comm, began = MPI.COMM_WORLD, time.perf_counter()
-    for line in notices(comm):
-        complain(comm, line)
+    begin(comm)
     file = Path(arguments.output) if arguments.output else tuning.default_path()
     try:
         old = prepare(comm, arguments, file)

@@ -245,8 +245,11 @@ class Trainer:
         self._sums = np.zeros(4)  # of this epoch so far: my part of the loss, seconds, of these waited, all samples
         self._told = np.zeros(4)
 
-    def train(self, epochs: int, on_step: Callable[[int], object] = lambda samples: None) -> Iterator[Epoch]:
-        """Go on to the given epoch; tell on_step each global batch's samples, give each epoch's result."""
+    def train(self, epochs: int, on_step: Callable[[int], bool | None] = lambda samples: None) -> Iterator[Epoch]:
+        """Go on to the given epoch; give each epoch's result.
+
+        `on_step` is told each global batch's samples; on all ranks alike it may end the training there, by True.
+        """
         task, comm = self.task, self.comm
         while (epoch := len(self.epochs)) < epochs:
             self.model.train()
@@ -260,7 +263,8 @@ class Trainer:
             )
             for mine, total in islice(batches, self.steps - epoch * self.steps_an_epoch, None):
                 self.step(mine, total)
-                on_step(total)
+                if on_step(total):
+                    return
             loss, per_s, communication = self._measure(self._sums)
             self.epochs.append(Epoch(epoch + 1, loss, *evaluate(self.model, task, comm), per_s, communication))
             self._sums, self._told = np.zeros(4), np.zeros(4)
