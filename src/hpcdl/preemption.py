@@ -43,7 +43,7 @@ def preemption(comm: MPI.Comm | None = None, *, signals: Iterable[int] = SIGNALS
 
     A rank may leave the block before the others, whose batches are more: at its end it waits for them and takes part in
     their calls. On the main thread only; the signals' earlier handlers are not called, and are put back at the end.
-    SIGINT remains Python's KeyboardInterrupt. Two ranks pay about 10 us a call, four on as many cores about 20 us.
+    SIGINT remains Python's KeyboardInterrupt. Measured on two cores, two ranks pay 18 us a call, and four 40 us.
     """
     return Preemption(comm, signals)
 
