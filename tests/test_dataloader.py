@@ -37,7 +37,7 @@ def main():
         optimizer.step()
         steps += 1
     hpcdl.torch.check_consistent(model)
-    os.write(1, f"rank {MPI.COMM_WORLD.rank}: {steps} steps\n".encode())  # in one piece
+    os.write(1, f"rank {MPI.COMM_WORLD.rank}: {steps} steps\\n".encode())  # in one piece
 
 if __name__ == "__main__":
     main()
