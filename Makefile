@@ -31,12 +31,12 @@ else ifeq ($(filter mpich impi,$(MPI)),)
   $(error MPI is mpich, openmpi or impi, not $(MPI))
 endif
 
-.PHONY: help venv run test test-gpu check format bench clean
+.PHONY: help venv run test test-gpu cluster-test check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets and variables
 	@echo 'Targets:'
-	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo 'Variables:'
 	@printf '  %s\n' \
 	  'NP=4           ranks for run' \
@@ -70,6 +70,9 @@ test: $(READY) ## run the tests, those under MPI on 1 to 8 ranks
 
 test-gpu: $(READY) ## run the tests that need a GPU; the ranks may share one
 	$(PYTHON) -m pytest -m gpu $(TESTS) $(ARGS)
+
+cluster-test: $(READY) ## bring up four hosts and SLURM, and run every job of jobs/ on them; needs root, minutes
+	HPCDL_TEST_CLUSTER=1 $(PYTHON) -m pytest -rs tests/cluster $(ARGS)
 
 check: $(READY) ## check style, format and types
 	$(PYTHON) -m ruff check .

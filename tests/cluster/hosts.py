@@ -147,16 +147,26 @@ def locked() -> TextIO:
 def take_down() -> None:
     """End all that runs on the hosts, and remove them."""
     names = sorted(path.name for path in NAMESPACES.glob(f"{NAMES}*"))
+    kill_all(names)
+    for name in names:
+        ip("netns", "del", name)
+
+
+def kill_all(names: Sequence[str]) -> None:
+    """End all that runs on these hosts."""
     end = time.monotonic() + 10
-    while pids := [int(pid) for name in names for pid in ip("netns", "pids", name).split()]:
+    while running := pids(names):
         if time.monotonic() > end:
-            raise TimeoutError(f"processes {pids} on {', '.join(names)} cannot be ended")
-        for pid in pids:
+            raise TimeoutError(f"processes {running} on {', '.join(names)} cannot be ended")
+        for pid in running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    for name in names:
-        ip("netns", "del", name)
+
+
+def pids(names: Sequence[str]) -> list[int]:
+    """The processes that run on these hosts."""
+    return [int(pid) for name in names for pid in ip("netns", "pids", name).split()]
 
 
 def ip(*words: str) -> str:
