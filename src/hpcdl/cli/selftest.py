@@ -17,8 +17,8 @@ import numpy as np
 
 from hpcdl import settings, verdict
 from hpcdl.cli.bench import names, progress, surroundings
-from hpcdl.cli.train import Refused, agree, complain, rate
-from hpcdl.environment import notices
+from hpcdl.cli.train import Refused, agree, begin, complain, rate
+from hpcdl.logs import logger
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -112,8 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm, words, seconds = MPI.COMM_WORLD, arguments.only, arguments.seconds
-    for line in notices(comm):
-        complain(comm, line)
+    begin(comm)
     # Who is missing is said before a case that hangs ends the job.
     if settings.STALL_S > 0:
         settings.STALL_S = min(settings.STALL_S, arguments.limit / 2)
@@ -173,7 +172,7 @@ def part(comm: MPI.Intracomm, words: Sequence[str], *, torch: bool) -> Part:
         [each for each in every[0][field] if all(each in other[field] for other in every)] for field in (0, 1)
     )
     if missing := sorted({layout for mine, _ in every for layout in mine} - set(layouts)):
-        complain(comm, f"note: not all ranks can make arrays of {', '.join(missing)}, so these are left out")
+        logger.info(f"not all ranks can make arrays of {', '.join(missing)}, so these are left out")
     own = channel(comm)
     selftest_cases.use_device(layouts, own.node.index(own.rank))
     here = selftest_cases.Here(comm.size, len(own.nodes), layouts, TYPES, torch_dtypes)
