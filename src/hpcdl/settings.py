@@ -24,6 +24,7 @@ TUNING = os.environ.get("HPCDL_TUNING")
 VARIABLES = {
     "HPCDL_CHECK": "0: no agreement ahead of every collective; ranks that disagree then hang, or get garbage",
     "HPCDL_DETECT": "0: do not look at what SLURM, PMI and Open MPI have put into the environment",
+    "HPCDL_JOBS": "FOLDER: where env.sh lies, for a job of jobs/ that was copied elsewhere",
     "HPCDL_NODES": "3+1 or 0,0,0,1: the ranks of COMM_WORLD behave as if on nodes of so many, for tests",
     "HPCDL_SHARED": "0: no memory is shared between ranks, all goes through messages",
     "HPCDL_STALL_SECONDS": "60: when a collective has waited so long it is said, once, who is missing",

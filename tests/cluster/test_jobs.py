@@ -168,3 +168,28 @@ def test_ranks_that_cannot_go_on_are_refused(slurm: Slurm, tmp_path: Path) -> No
     job = slurm.submit(JOBS / "fault_tolerant.sbatch", cwd=tmp_path, env=variables())
     job.wait("FAILED")
     assert "only Open MPI's ULFM lets ranks go on without a lost one" in job.log()
+
+
+LOSES_ONE = """#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=2 --output=log
+srun --mpi=pmi2 --kill-on-bad-exit=0 "$PYTHON" loses.py
+"""
+LOSES = """
+import os, time, numpy as np, hpcdl
+from mpi4py import MPI
+hpcdl.allreduce(np.ones(3))
+time.sleep(2)
+if MPI.COMM_WORLD.rank == 5:
+    os.kill(os.getpid(), 9)
+hpcdl.allreduce(np.ones(3))
+"""
+
+
+@needs_mpich
+def test_a_lost_rank_that_slurm_was_told_to_ignore_is_noticed_by_the_others(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "loses.sbatch").write_text(LOSES_ONE)
+    (tmp_path / "loses.py").write_text(LOSES)
+    job = slurm.submit("loses.sbatch", cwd=tmp_path, env=variables())
+    job.wait("FAILED", 60)
+    log = (tmp_path / "log").read_text()
+    assert re.search(rf"hpcdl: rank 5 \({NAMES}3\) is gone, killed or ended without a word, and is waited for in", log)
