@@ -5,10 +5,13 @@ Floor 1. Nothing here starts MPI: a rank that raises before it has is ended by i
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+import termios
 import time
-from contextlib import redirect_stderr
+from array import array
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from types import TracebackType
 from typing import Any
@@ -16,12 +19,32 @@ from typing import Any
 from hpcdl.errors import HpcdlError
 
 MOST_IN_TURN = 10
+READ_S, PASSED_ON_S = 2.0, 0.3
+"""How long the launcher's process on this node may take to read, and then to send it on."""
 
 
 def take_others_along() -> None:
     """Have an exception that nobody catches end the job, if there is one by then."""
     if not isinstance(sys.excepthook, _Abort):
         sys.excepthook = _Abort(sys.excepthook)
+
+
+def wait_until_read() -> None:
+    """Give the launcher time to pass on what this rank has printed: of a job that is aborted it drops the rest."""
+    end = time.monotonic() + READ_S
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # no pipe, or closed
+            stream.flush()
+            while time.monotonic() < end and _unread(stream.fileno()):
+                time.sleep(0.01)
+    time.sleep(PASSED_ON_S)
+
+
+def _unread(descriptor: int) -> int:
+    """How many bytes stand in a pipe."""
+    count = array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return count[0]
 
 
 class _Abort:
@@ -49,5 +72,5 @@ class _Abort:
         who = f"rank {world.rank} of {world.size} on {os.uname().nodename} raised, and ends the job:"
         # In one write, or the words of ranks that raise together would mix.
         sys.stderr.write(f"{who}\n{text.getvalue()}")
-        sys.stderr.flush()
+        wait_until_read()
         world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

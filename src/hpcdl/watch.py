@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from mpi4py import MPI
 
 from hpcdl import settings, trace
+from hpcdl.ends import wait_until_read
 from hpcdl.record import ABOUT, ENDED, NUMBER, RUN, WAITS, Operation, describe, in_flight, now, snapshot, whereabouts
 
 TICK_S = min(1.0, settings.STALL_S / 4) if settings.STALL_S > 0 else 1.0
@@ -437,7 +438,7 @@ def leave() -> None:
 def end_job(status: int = 1) -> None:
     """End all ranks, from whatever thread."""
     flush()
-    sys.stdout.flush()
+    wait_until_read()
     # Should MPI not manage: the launcher ends the job of a process that ends so.
     threading.Timer(3, os._exit, [status]).start()
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE and MPI.Is_initialized() and not MPI.Is_finalized():

@@ -16,6 +16,7 @@ from typing import NoReturn
 import hpcdl
 from hpcdl import verdict
 from hpcdl.cli.launch import terminal
+from hpcdl.ends import wait_until_read
 from hpcdl.environment import under_launcher
 from hpcdl.logs import speaker
 
@@ -112,5 +113,6 @@ def die(error: BaseException) -> int:
             # Rank 0, if it is another, cannot show the cursor again that its progress bar has hidden.
             sys.stderr.write("\033[?25h")
             sys.stderr.flush()
+        wait_until_read()
         world.Abort(status)
     return status
