@@ -243,7 +243,7 @@ def test_a_communicator_interrupted_half_way_says_so(comm: MPI.Intracomm, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcdl.execute.Plan.__call__", interrupted)
+        patch.setattr("hpcdl.execute.Plan.run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             hpcdl.allreduce(np.ones(3), duplicate)
     with pytest.raises(hpcdl.HpcdlError, match="interrupted half-way"):
