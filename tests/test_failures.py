@@ -36,11 +36,13 @@ WAYS = {
     "a plan": ("plan()", {}),
     "a work": ("hpcdl.iallreduce(x).wait()", {"HPCDL_SHARED": "0"}),
 }
+CLOSED = "a plan that the other has closed"
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
 def run(fault: str, way: str = "shared memory", **env: str) -> subprocess.CompletedProcess[str]:
-    wait, own = WAYS[way]
+    wait, own = WAYS["a plan" if way == CLOSED else way]
+    fault = f"plan.close(); {fault}" if way == CLOSED else fault
     script = PROGRAM.replace("FAULT", fault).replace("WAIT", wait)
     done = run_ranks(4, "-c", script, timeout_s=60, env={"OMP_NUM_THREADS": "1", **own, **env})
     done.ended_s = time.time() - float(re.search(r"fault is at ([\d.]+)", done.stdout)[1])  # type: ignore[attr-defined, index]
@@ -111,7 +113,7 @@ def test_a_stopped_rank_is_named(way: str) -> None:
     assert re.search(r"\n  rank 1 \(\S+\) does not answer: it is stopped", report)
 
 
-@each_way
+@pytest.mark.parametrize("way", [*WAYS, CLOSED])
 def test_a_rank_that_exits_ends_the_job_and_is_named(way: str) -> None:
     done = run("sys.exit(3)", way)
     assert done.returncode != 0

@@ -48,7 +48,7 @@ def joined(watches: list[Watch], begun: int = 7) -> list[Comm]:
 
 def waiting(number: int, run: int = 0) -> record.Operation:
     operation = record.begin(record.About("allreduce", "0.1"), number, run, 0)
-    operation[record.ENDED] = 1  # nobody else shall find it
+    record.operations.remove(operation)  # nobody else shall find it
     return operation
 
 
@@ -71,6 +71,16 @@ def test_who_is_gone_without_a_word_is_noticed_by_the_next_one_at_the_second_loo
     watches[1]._find_the_lost(comms[1], waiting(7))
     assert alarms[0].startswith(f"rank 0 ({watches[0].host}) is gone, killed or ended without a word")
     assert alarms[1] == "ended"
+
+
+def test_who_was_lost_behind_the_operation_is_no_alarm(watches: list[Watch], alarms: list[str]) -> None:
+    comms, operation = joined(watches), waiting(7)
+    operation[record.ENDED] = 1
+    watches[1]._meet()
+    watches[0]._forget()
+    for _ in range(3):
+        watches[1]._find_the_lost(comms[1], operation)
+    assert alarms == []
 
 
 def test_who_was_never_reached_is_not_taken_for_dead(watches: list[Watch], alarms: list[str]) -> None:

@@ -39,6 +39,9 @@ PLAIN = 3 * TAGS
 """The tag of all plain calls: a rank makes one after the other, and messages between two ranks keep their order."""
 
 
+CLOSED_PLANS = 1000
+"""So many are remembered, the latest."""
+
 ALONE = '[0,"",0,0,"",[]]'
 """What a rank that has nobody to be asked by says of itself."""
 
@@ -58,6 +61,7 @@ class Channel:
         self.kept: dict[tuple[object, ...], Kept] = {}
         self.interrupted = False
         self.lock = threading.Lock()
+        self._closed: dict[int, int] = {}
         self.begun = 0
         """The number of the last operation."""
 
@@ -115,11 +119,17 @@ class Channel:
         """How often the plan of that operation was run; None if there is none."""
         return self.plan_runs().get(number)
 
+    def remember(self, number: int, runs: int) -> None:
+        """A plan that has run so often is closed: if this rank ends, others must know that it runs no more."""
+        self._closed[number] = runs
+        if len(self._closed) > CLOSED_PLANS:
+            del self._closed[next(iter(self._closed))]
+
     def plan_runs(self) -> dict[int, int]:
         """How often each plan was run, by the number of the operation that made it."""
         while True:
             try:
-                return {plan.number: plan.runs for plan in self.plans if plan.about}
+                return self._closed | {plan.number: plan.runs for plan in self.plans if plan.about}
             except RuntimeError:  # another thread makes one
                 continue
 

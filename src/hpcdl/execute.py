@@ -320,6 +320,8 @@ class Plan:
         """Free the requests; the plan cannot be called any more. Local: the other ranks need not take part."""
         requests, self._requests, self._scripts = self._requests, [], []
         self._turn = lambda: 0  # it holds on to the staging area
+        if self.state != "closed" and self.about and self.runs:
+            self._channel.remember(self.number, self.runs)
         if self.state == "idle" and not MPI.Is_finalized():
             for request in requests:
                 request.Free()

@@ -153,9 +153,13 @@ class Watch:
         }
 
     def _channel(self, key: str) -> Counted | None:
+        return next((each for each in self._channels() if each.key == key), None)
+
+    def _channels(self) -> list[Counted]:
+        """All that there are now."""
         while True:
             try:
-                return next((each for each in self.channels if each.key == key), None)
+                return list(self.channels)
             except RuntimeError:  # the main thread makes one
                 continue
 
@@ -230,7 +234,7 @@ class Watch:
 
     def _meet(self) -> None:
         """Reach, once, the ranks that this one will notice the loss of: who was never reached may be behind a wall."""
-        for channel in list(self.channels):
+        for channel in self._channels():
             before = channel.peers[channel.rank - 1]
             if before.token not in self._met and before.token != self.token:
                 self._met.add(before.token)
@@ -264,6 +268,8 @@ class Watch:
     def _alarm(self, channel: Counted, rank: int, what: str, operation: Operation) -> None:
         # All that wait come to know it; one is enough to say it, and ends the others.
         time.sleep(0.1 * min(channel.rank, MOST_IN_TURN))
+        if operation[ENDED]:
+            return  # the rank was lost behind it
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main else ""
         self._say(
@@ -358,7 +364,7 @@ class Watch:
                 tracer.alone(tracer.collect()[0])
 
     def _peer(self, rank: int) -> Peer | None:
-        peers = (peer for channel in list(self.channels) for peer in channel.peers)
+        peers = (peer for channel in self._channels() for peer in channel.peers)
         return next((peer for peer in peers if peer.rank == rank), None)
 
     # ---- the end -------------------------------------------------------------------------------------------------
@@ -366,7 +372,7 @@ class Watch:
     def leave(self) -> None:
         """The program ends: tell others how far it has come, as long as this process can still be asked."""
         self._stop.set()
-        channels: list[Counted] = list(self.channels)
+        channels = self._channels()
         words = {channel.key: (channel.begun, channel.plan_runs()) for channel in channels}
         heirs = {peer.token: peer for channel in channels for peer in _following(channel)}
         self.ask_all(list(heirs.values()), "left", words={self.rank: words, **self._left})
@@ -380,7 +386,7 @@ class Watch:
         """Rank 0 writes the trace of all, so it ends last."""
         tracer = self.tracer
         assert tracer is not None
-        peers = {peer.rank: peer for channel in list(self.channels) for peer in channel.peers}
+        peers = {peer.rank: peer for channel in self._channels() for peer in channel.peers}
         ask_at = time.monotonic() + TICK_S
         while waiting := [peer for rank, peer in peers.items() if rank not in tracer.ended]:
             time.sleep(0.01)
