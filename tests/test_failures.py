@@ -42,7 +42,7 @@ each_way = pytest.mark.parametrize("way", WAYS)
 
 def run(fault: str, way: str = "shared memory", **env: str) -> subprocess.CompletedProcess[str]:
     wait, own = WAYS["a plan" if way == CLOSED else way]
-    fault = f"plan.close(); {fault}" if way == CLOSED else fault
+    fault = f"global plan; plan.close(); del plan; {fault}" if way == CLOSED else fault
     script = PROGRAM.replace("FAULT", fault).replace("WAIT", wait)
     done = run_ranks(4, "-c", script, timeout_s=60, env={"OMP_NUM_THREADS": "1", **own, **env})
     done.ended_s = time.time() - float(re.search(r"fault is at ([\d.]+)", done.stdout)[1])  # type: ignore[attr-defined, index]
