@@ -1,5 +1,9 @@
 """Who has started this process, and how many: read from what launchers and SLURM put into the environment."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from hpcdl import environment
@@ -190,3 +194,18 @@ def test_only_ranks_that_outnumber_the_cores_are_hinted_at_with_what_helps_their
     assert crowded(3, 1, "MPICH", {}) == "3 ranks share 1 core of a node, so they wait for each other"
     assert f"{environment.YIELD}=1" in str(crowded(4, 2, "Open MPI", {}))
     assert environment.YIELD not in str(crowded(4, 2, "Open MPI", {environment.YIELD: "1"}))
+
+
+@pytest.mark.parametrize("detect", ["1", "0"])
+def test_the_first_communicator_warns_of_ranks_that_are_alone_unless_told_not_to_look(detect: str) -> None:
+    script = "import numpy as np, hpcdl\nfor _ in range(2):\n    hpcdl.allreduce(np.ones(3))"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PMI", "OMPI"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=variables | {"SLURM_NTASKS": "4", "HPCDL_DETECT": detect},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("SLURM_NTASKS") == int(detect), done.stderr
