@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hpcdl import collectives
 from hpcdl.buffers import Array, lengths_of
 from hpcdl.collectives import Span
+from hpcdl.record import traffic
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -243,6 +244,15 @@ def local_size(comm: MPI.Comm | None = None) -> int:
     from hpcdl.channel import channel
 
     return len(channel(comm).node)
+
+
+def sent_bytes() -> int:
+    """How many bytes of arrays this process has sent to other ranks since it began, by all collectives together.
+
+    They are counted where they are sent. What ranks of a node read in each other's memory is not sent; what "native"
+    sends MPI does not tell, nor what a plain sum of 1 KiB or less sends on 2 ranks, which MPI adds. Not collective.
+    """
+    return traffic.sent_bytes
 
 
 def share(n: int, comm: MPI.Comm | None = None) -> slice:

@@ -23,7 +23,7 @@ from hpcdl.channel import Channel
 from hpcdl.collectives import Program, Reduce, Round, Send, Span, Step
 from hpcdl.device import mpi_reads_devices
 from hpcdl.inside import UFUNCS, Ticks, Within
-from hpcdl.record import ENDED, WAITS, About, Operation, begin, now
+from hpcdl.record import ENDED, WAITS, About, Operation, begin, now, traffic
 from hpcdl.shared import Awaited
 
 MESSAGE_BYTES = 4 << 20
@@ -95,7 +95,7 @@ class Plan:
         self._channel, self._vector, self._tag = channel, job.vector, tag
         self._before, self._after, self.result = list(job.before), list(job.after), job.result
         self._requests: list[MPI.Prequest] = []
-        self.scratch_bytes = 0
+        self.scratch_bytes = self.sent_bytes = 0  # the second at each run
         self.state: Literal["idle", "in flight", "closed"] = "idle"
         self._segment_bytes = min(channel.segment_bytes or SEGMENT_BYTES, MESSAGE_BYTES)
         self._stage = self._pinned(program)
@@ -187,6 +187,7 @@ class Plan:
                 host = self._stage[staged : staged + piece.size * sent.itemsize]
                 staged += host.size
                 if isinstance(step, Send):
+                    self.sent_bytes += piece.size * sent.itemsize
                     prepare, message = self._outgoing(sent, piece, host)
                     sends.append((prepare, self._keep(self._channel.wire.Send_init(message, step.peer, self._tag))))
                     continue
@@ -263,6 +264,7 @@ class Plan:
     def steps(self) -> Steps:
         """Run once. Yields what it cannot go on without; whoever drives it waits or tests as he likes."""
         self._begin()
+        traffic.sent_bytes += self.sent_bytes
         for actions, awaited in self._script():
             for action in actions:
                 action()
@@ -285,6 +287,7 @@ class Plan:
         if self.state != "idle":
             self._begin()
         self.state = "in flight"
+        traffic.sent_bytes += self.sent_bytes
         scripts = self._scripts
         for actions, awaited in scripts[0] if len(scripts) == 1 else self._script():
             for action in actions:

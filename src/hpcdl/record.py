@@ -44,6 +44,15 @@ ABOUT, NUMBER, RUN, CODE, INSTRUCTION, THREAD, BEGAN, CAME, WAITS, ENDED = range
 now = perf_counter_ns
 """The clock: nanoseconds, the same for all processes of a machine."""
 
+
+class Traffic:
+    """What this process has sent since it began."""
+
+    sent_bytes = 0
+
+
+traffic = Traffic()
+
 operations: deque[Operation] = deque(maxlen=LENGTH)
 _keep = operations.append
 
