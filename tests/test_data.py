@@ -17,7 +17,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 
 def batches(n: int, epoch: int, *, seed: int = 0, batch_size: int, size: int) -> list[list[data.Share]]:
     """The shares of all ranks, batch by batch."""
-    ranks = (shares(n, epoch, seed=seed, batch_size=batch_size, rank=rank, size=size) for rank in range(size))
+    ranks = (shares(n, epoch, seed=seed, batch=batch_size * size, rank=rank, size=size) for rank in range(size))
     return [list(batch) for batch in zip(*ranks, strict=True)]
 
 

@@ -55,7 +55,7 @@ def test_the_ranks_together_see_the_batches_of_one(size: int) -> None:
     count = text.windows(numbers, 8)
 
     def batches(rank: int, size: int) -> list[Any]:
-        every = shares(count, 1, seed=3, batch_size=12 // size, rank=rank, size=size)
+        every = shares(count, 1, seed=3, batch=12, rank=rank, size=size)
         return [text.batch(numbers, share.indices, 8) for share in every]
 
     ranks = [batches(rank, size) for rank in range(size)]

@@ -12,8 +12,8 @@ import pytest
 from harness.launch import Job, run_ranks
 from idx import write_images
 
-from hpcdl.cli.main import parse
-from hpcdl.cli.train import choose
+from hpcdl.cli.main import UsageError, parse
+from hpcdl.cli.train_options import choose
 from hpcdl.logs import host
 
 pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
@@ -53,13 +53,26 @@ def test_a_run_prints_its_table_and_misses_a_target_with_status_1(data: str) -> 
     lines = done.stdout.splitlines()
     assert lines[0].startswith("hpcdl train: ranks 3, "), done.stderr
     assert "400 training and 50 test images" in lines[0]
-    number = r"[\d.]+"
+    number = r"[\d.e-]+"
     results = f"loss {number}  test loss {number}  test accuracy {number}%  {number} images/s  communication {number}%"
     for epoch in (1, 2):
         assert re.fullmatch(f"epoch {epoch}/2  {results}", lines[epoch])
-        assert re.fullmatch(rf" +{epoch} +{number} +{number} +{number}% +{number} +{number}%", lines[epoch + 3])
-    assert lines[3].split() == ["epoch", "loss", "test", "loss", "test", "accuracy", "images/s", "communication"]
-    assert re.fullmatch(rf"{number} s; largest difference of a parameter between ranks: 0", lines[6])
+        assert re.fullmatch(
+            rf" +{epoch} +96 +1e-09 +{number} +{number} +{number}% +{number} +{number}%", lines[epoch + 3]
+        )
+    assert lines[3].split() == [
+        "epoch",
+        "batch",
+        "lr",
+        "loss",
+        "test",
+        "loss",
+        "test",
+        "accuracy",
+        "images/s",
+        "communication",
+    ]
+    assert re.fullmatch(rf"{number} s, \d+ steps; largest difference of a parameter between ranks: 0", lines[6])
     assert len(lines) == 7
     (line,) = ours(done.stderr)
     assert re.fullmatch(rf"hpcdl: test accuracy {number}% is below the target of 90.00%", line)
@@ -97,8 +110,8 @@ def test_a_text_is_learnt_by_the_transformer_with_all_options_at_once(text: str,
     assert [line["step"] for line in epochs] == [10 * epoch for epoch in range(1, 13)]  # 151 windows, 16 a step
     assert [line["step"] for line in steps] == [20, 40, 60, 80, 100, 120]
     assert [line["epoch"] for line in steps] == [2, 4, 6, 8, 10, 12]
-    both = {"kind", "step", "epoch", "loss", "characters_per_s", "communication"}
-    assert steps[0].keys() == both and epochs[0].keys() == both | {"test_loss", "accuracy"}
+    both = {"kind", "step", "epoch", "loss", "characters_per_s", "communication", "lr", "batch"}
+    assert steps[0].keys() == both and epochs[0].keys() == both | {"test_loss", "accuracy", "skipped"}
     assert epochs[-1]["loss"] < steps[0]["loss"] / 3 and epochs[-1]["accuracy"] >= 0.9
     if find_spec("tensorboardX"):
         (events,) = (tmp_path / "log").glob("events.out.tfevents.*")
@@ -235,6 +248,19 @@ def test_what_cannot_begin_is_said_once_with_status_2(
             "--wire-dtype float16 --algorithm ring",
             "--wire-dtype brings an all-reduce of its own: leave out --algorithm",
         ),
+        ("--exclude-lr 0.1", "--exclude-lr is for --optimizer lars, this one is sgd"),
+        ("--milestones 2", "--milestones is for --schedule step, this one is constant"),
+        ("--schedule cosine --gamma 0.5", "--gamma is for --schedule step, this one is cosine"),
+        ("--schedule cyclic --grow-batch 512", "--grow-batch is for --schedule step, this one is cyclic"),
+        ("--schedule step --min-lr 0.1", "--min-lr is for --schedule cyclic or onecycle, this one is step"),
+        ("--schedule onecycle --cycle-epochs 3", "--cycle-epochs is for --schedule cyclic, this one is onecycle"),
+        ("--schedule step --max-batch-size 64", "--max-batch-size is for --grow-batch LIMIT"),
+        ("--schedule onecycle --warmup-epochs 1", "--schedule onecycle begins with its lowest rate: leave out"),
+        ("--epochs 3 --warmup-epochs 3.5", "--warmup-epochs 3.5 are more than all --epochs, 3"),
+        ("--schedule cyclic --min-lr 0.1 --lr 0.01", "--min-lr 0.1 lies above --lr 0.01"),
+        ("--schedule onecycle --low-momentum 0.95", "--low-momentum 0.95 lies above --momentum 0.9"),
+        ("--schedule step --epochs 5 --milestones 2,5", "--milestones lie between the first and the last of 5 epochs"),
+        ("--schedule step --epochs 1", "--milestones lie between the first and the last of 1 epochs"),
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments: str, line: str) -> None:
@@ -256,6 +282,81 @@ def test_what_is_left_open_is_chosen_by_the_data(arguments: str, model: str, lr:
     chosen = parse(["train", *arguments.split()])
     assert choose(chosen) is None
     assert (chosen.model, chosen.lr) == (model, lr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        ("--precision bf16", "wire_dtype", "bfloat16"),
+        ("--precision fp16", "wire_dtype", "float16"),
+        ("--precision bf16 --algorithm ring", "wire_dtype", None),
+        ("--precision bf16 --wire-dtype float16", "wire_dtype", "float16"),
+        ("--optimizer rmsprop", "momentum", 0.0),
+        ("--optimizer lars", "momentum", 0.9),
+        ("--schedule step --epochs 90", "milestones", (30, 60, 80)),
+        ("--schedule step --epochs 2", "milestones", (1,)),
+        ("--schedule cyclic --lr 0.5", "min_lr", 0.05),
+        ("--schedule cyclic --momentum 0.5", "low_momentum", 0.5),
+    ],
+)
+def test_what_is_left_open_follows_from_the_rest(arguments: str, name: str, value: object) -> None:
+    chosen = parse(["train", *arguments.split()])
+    assert choose(chosen) is None
+    assert getattr(chosen, name) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--gamma 1", "1 is no number between 0 and 1"),
+        ("--milestones 3,2", "3,2: each epoch comes behind the one before it, as in 30,60,80"),
+        ("--milestones 0,2", "0 is no whole number from 1 upwards"),
+        ("--weight-decay -1", "-1 is no finite number from 0 upwards"),
+        ("--clip-norm 0", "0 is no finite number above 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(option: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"argument {option.split()[0]}: {re.escape(why)}"):
+        parse(["train", *option.split()])
+
+
+def epochs_of(folder: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "epoch"]
+
+
+def test_a_large_batch_is_trained_with_lars_warm_up_and_a_growing_batch(data: str, tmp_path: Path) -> None:
+    words = "--optimizer lars --lr 4 --base-batch 20 --warmup-epochs 1 --weight-decay 1e-4 --clip-norm 10 --epochs 4"
+    growth = "--schedule step --milestones 2,3 --gamma 0.25 --batch-size 20 --grow-batch 200 --max-batch-size 40"
+    done = hpcdl_train(2, "--data", data, "--log-dir", str(tmp_path), *words.split(), *growth.split())
+    assert done.returncode == 0, done.stderr
+    header, *_, last = done.stdout.splitlines()
+    assert "batch 2 x 20 growing to 200 in passes of up to 40 a rank" in header
+    assert "lars, lr 8 (step x 0.25 at epochs 2, 3) behind 1 epochs of warm-up, momentum 0.9, weight decay" in header
+    # 400 images in batches of 40, 160 and 200; what 200 is short of 40 x 16 falls to the rate.
+    assert [(line["batch"], line["lr"]) for line in epochs_of(tmp_path)[1:]] == [(40, 8), (160, 8), (200, 2.5)]
+    assert re.match(r"[\d.]+ s, 25 steps; largest difference of a parameter between ranks: 0", last)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_between_two_nodes_stay_in_step(data: str, tmp_path: Path, precision: str) -> None:
+    words = ["--data", data, "--epochs", "2", "--precision", precision, "--schedule", "onecycle", "--accumulate", "2"]
+    run = ["-m", "hpcdl", "train", *words, "--log-dir", str(tmp_path)]
+    done = run_ranks(2, *run, timeout_s=60, env={"HPCDL_NODES": "1+1"})
+    assert done.returncode == 0, done.stderr
+    wire = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    assert f"all-reduce in {wire} between nodes" in done.stdout and f" {precision}, data" in done.stdout
+    assert "largest difference of a parameter between ranks: 0" in done.stdout
+    scale = "steps, 0 of them left out; loss scale 65536;"
+    assert (scale in done.stdout) == (precision == "fp16")
+    assert all(line.get("loss_scale") == (65536 if precision == "fp16" else None) for line in epochs_of(tmp_path))
+
+
+def test_a_limit_below_the_batch_is_refused(data: str) -> None:
+    done = hpcdl_train(2, "--data", data, "--schedule", "step", "--grow-batch", "63")
+    (line,) = ours(done.stderr)
+    assert line.startswith("hpcdl: --grow-batch 63: limit=63 lies below the first batch, 64")
+    assert done.returncode == 2
 
 
 SABOTAGE = """
@@ -297,7 +398,9 @@ def test_ranks_that_drift_apart_are_told_with_status_1(data: str) -> None:
 def test_a_training_that_diverges_stops_with_status_1(data: str) -> None:
     done = hpcdl_train(2, "--data", data, "--epochs", "100000", "--lr", "1e30")
     (line,) = ours(done.stderr)
-    assert line.startswith("hpcdl: the training diverged in epoch ")
+    assert re.match(
+        r"hpcdl: the training diverged in epoch \d+ \(loss \w+, first at step \d+ on rank [01]\): try", line
+    )
     assert done.returncode == 1
 
 

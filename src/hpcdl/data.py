@@ -57,17 +57,17 @@ class Share(NamedTuple):
     total: int
 
 
-def shares(n: int, epoch: int, *, seed: int, batch_size: int, rank: int, size: int) -> Iterator[Share]:
-    """Cut one shuffle of all n samples into global batches of size * batch_size, and each among the ranks.
+def shares(n: int, epoch: int, *, seed: int, batch: int, rank: int, size: int) -> Iterator[Share]:
+    """Cut one shuffle of all n samples into global batches, and each among the ranks.
 
-    The shuffle depends on the seed and the epoch alone, and the ranks' parts lie in order: 4 ranks with a
-    batch of 32 see the global batches that 1 rank with a batch of 128 sees. The last one may be smaller: it
-    is spread evenly, and a rank may get nothing of it.
+    The shuffle depends on the seed and the epoch alone, and the ranks' parts lie in order: any number of ranks sees the
+    same global batches. What cannot be dealt out evenly, as the rest of the epoch, is spread as evenly as it goes, and
+    a rank may get nothing of it.
     """
     order = np.random.default_rng([seed, epoch]).permutation(n)
-    for start in range(0, n, batch_size * size):
-        batch = order[start : start + batch_size * size]
-        yield Share(batch[part(len(batch), rank, size)], len(batch))
+    for start in range(0, n, batch):
+        together = order[start : start + batch]
+        yield Share(together[part(len(together), rank, size)], len(together))
 
 
 def part(n: int, rank: int, size: int) -> slice:

@@ -1,4 +1,4 @@
-"""What the README shows, runs."""
+"""What the README and the page on large batches show, runs."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,20 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+SNIPPETS = [
+    pytest.param(path, snippet, id=f"{path.stem}-{number}")
+    for path in (ROOT / "README.md", ROOT / "docs" / "large-batches.md")
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
+]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_the_readmes_snippets_run(comm: MPI.Intracomm, snippet: str) -> None:
-    exec(compile(snippet, str(README), "exec"), {"comm": comm})
+@pytest.mark.parametrize(("path", "snippet"), SNIPPETS)
+def test_the_snippets_run(comm: MPI.Intracomm, path: Path, snippet: str) -> None:
+    exec(compile(snippet, str(path), "exec"), {"comm": comm})
 
 
 @pytest.mark.ranks(1)
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) >= 2
+    assert len(SNIPPETS) >= 8

@@ -19,13 +19,14 @@ import numpy as np
 import hpcdl
 from hpcdl import verdict
 from hpcdl.buffers import INTEGERS
+from hpcdl.cli.agreed import Refused, agree, begin, complain
+from hpcdl.cli.arguments import count, rate
 from hpcdl.cli.bench_compete import Call, Peer, compete_at
 from hpcdl.cli.bench_measure import UFUNCS, NumPyArray
 from hpcdl.cli.bench_overlap import overlap_at
 from hpcdl.cli.bench_report import FORMATS, Row, label, plot
 from hpcdl.cli.launch import terminal
 from hpcdl.cli.sizes import parse_bytes, show_bytes
-from hpcdl.cli.train import Refused, agree, begin, complain, count, rate
 from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:

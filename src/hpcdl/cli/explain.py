@@ -10,8 +10,9 @@ import hpcdl
 from hpcdl import tuning
 from hpcdl.buffers import TYPES
 from hpcdl.choice import KINDS, Explanation, Shape, explained
+from hpcdl.cli.agreed import Refused, agree, complain
+from hpcdl.cli.arguments import count
 from hpcdl.cli.sizes import UNITS, parse_bytes
-from hpcdl.cli.train import Refused, agree, complain, count
 from hpcdl.collectives import COLLECTIVES
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcdl import settings, verdict
+from hpcdl.cli.agreed import Refused, agree, begin, complain
+from hpcdl.cli.arguments import rate
 from hpcdl.cli.bench import names, progress, surroundings
-from hpcdl.cli.train import Refused, agree, begin, complain, rate
 from hpcdl.logs import logger
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 from hpcdl import verdict
+from hpcdl.cli.agreed import Refused
 from hpcdl.cli.sizes import show_bytes, show_seconds
-from hpcdl.cli.train import Refused
 from hpcdl.environment import under_launcher
 
 # Of hundreds of ranks or kinds of call the table shows the first.

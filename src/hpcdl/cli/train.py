@@ -3,196 +3,42 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import signal
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import hpcdl
 from hpcdl import data, text, verdict
-from hpcdl.cli.launch import terminal
+from hpcdl.cli.agreed import Refused, agree, begin, complain
 from hpcdl.cli.train_log import Log, plain
+from hpcdl.cli.train_options import LOG_STEPS, MODELS, add_arguments, choose
+from hpcdl.cli.train_report import header, reporting, table
 from hpcdl.data import DataError
-from hpcdl.environment import cores_per_rank, notices
+from hpcdl.environment import cores_per_rank
 from hpcdl.errors import HpcdlError
-from hpcdl.logs import configure, logger
+from hpcdl.logs import logger
 from hpcdl.preemption import SIGNALS, preemption
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch import nn
 
     from hpcdl.preemption import Preemption
-    from hpcdl.torch.train import Epoch, Task, Trainer
+    from hpcdl.torch.tasks import Task
+    from hpcdl.torch.train import Epoch, Trainer
 
+__all__ = ["add_arguments", "run"]
 
-class Kind(NamedTuple):
-    """What a network is for and how it is trained if nothing else is said."""
-
-    of: str
-    lrs: dict[str, float]
-    """By optimiser; the first is the usual one."""
-    epochs: int
-
-    @property
-    def optimizer(self) -> str:
-        return next(iter(self.lrs))
-
-
-# Steady from 1 to 8 ranks of 32 samples; with 0.05 the cnn loses 4 points on one rank.
-MODELS = {
-    "mlp": Kind("images", {"sgd": 0.05, "adam": 0.001}, 20),
-    "cnn": Kind("images", {"sgd": 0.02, "adam": 0.001}, 20),
-    "transformer": Kind("text", {"adam": 0.003, "sgd": 0.3}, 1),
-}
-BLOCK_SIZE = 64
-LOG_STEPS = 20
-"""How many steps come between two lines of the log: each is an all-reduce of four numbers."""
-
-EPILOG = """\
-Exit status: 0 if all is well; 1 if the training failed: it diverged, missed --target-accuracy, a checkpoint could not
-be written, or the ranks' parameters differ; 2 if it could not begin: a wrong argument, no data, no torch; with
---checkpoint also 75: it was asked to stop by SIGTERM or SIGUSR1, has written a checkpoint and can go on with --resume.
-"""
 STOPPED = 75
 """EX_TEMPFAIL: try again."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What hpcdl train can be told."""
-    parser.description = (
-        "Train a network by synchronous data-parallel SGD: all ranks start from the same parameters, each "
-        "works on its share of every global batch, and the gradient is averaged over the ranks by an "
-        "all-reduce. Run it as: mpiexec -n 4 hpcdl train"
-    )
-    parser.epilog = EPILOG
-    option = parser.add_argument
-    option(
-        "--data",
-        metavar="DATA",
-        help="images: mnist5k, fashion (the first that is installed), or a folder of IDX files; text: bible, or a file "
-        "of UTF-8 text",
-    )
-    option("--model", choices=tuple(MODELS), help="the network (mlp for images, transformer for text)")
-    option("--algorithm", metavar="NAME", help="the all-reduce (binary_blocks)")
-    option("--epochs", type=count, metavar="N", help="how often each sample is seen (images 20, text 1)")
-    option(
-        "--batch-size",
-        type=count,
-        default=32,
-        metavar="N",
-        help="samples of each rank in one backward pass (%(default)s): the global batch grows with the ranks",
-    )
-    option(
-        "--accumulate",
-        type=count,
-        default=1,
-        metavar="N",
-        help="backward passes before one reduction and step (%(default)s): the global batch grows with them",
-    )
-    option("--block-size", type=count, metavar="N", help=f"characters of a sample of text ({BLOCK_SIZE})")
-    option(
-        "--lr",
-        type=rate,
-        metavar="RATE",
-        help=f"learning rate ({', '.join(f'{name} {kind.lrs[kind.optimizer]:g}' for name, kind in MODELS.items())}), "
-        "taken as it is for any number of ranks",
-    )
-    option("--optimizer", choices=("sgd", "adam"), help="what steps are taken (images sgd, text adam)")
-    option("--momentum", type=momentum, default=0.9, metavar="M", help="of SGD, or Adam's first beta (%(default)s)")
-    option("--seed", type=seed, default=0, metavar="N", help="of parameters and shuffles (%(default)s)")
-    option(
-        "--bucket-cap-mb",
-        type=rate,
-        default=25.0,
-        metavar="MIB",
-        help="gradients are reduced in buckets of up to so many MiB (%(default)g)",
-    )
-    option(
-        "--overlap",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="reduce beside backward, on a thread (auto: where a rank has a core to spare)",
-    )
-    option(
-        "--wire-dtype",
-        choices=("bfloat16", "float16"),
-        help="what gradients travel as between nodes, by an all-reduce of its own instead of --algorithm",
-    )
-    option("--checkpoint", metavar="DIR", help="write a checkpoint into DIR at the end of every epoch")
-    option("--checkpoint-every", type=count, metavar="STEPS", help="and behind every so many steps")
-    option("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR, if there is one")
-    option(
-        "--log-dir",
-        metavar="DIR",
-        help=f"append to DIR/log.jsonl, every {LOG_STEPS} steps and every epoch, and write TensorBoard's scalars there",
-    )
-    option(
-        "--target-accuracy",
-        type=share,
-        metavar="SHARE",
-        help="fail unless the last epoch's accuracy on what was held out is at least this, such as 0.93",
-    )
-    option(
-        "--threads",
-        type=count,
-        metavar="N",
-        help="torch's threads in each rank (OMP_NUM_THREADS if set, else its share of the node's cores)",
-    )
-
-
-def count(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 upwards")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """A whole number of 32 bits."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 0 to {2**32 - 1}")
-    return int(text)
-
-
-def rate(text: str) -> float:
-    """A finite number above 0."""
-    value = number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
-    return value
-
-
-def momentum(text: str) -> float:
-    """A number from 0, below 1."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to below 1")
-    return value
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    value = number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 1, such as 0.93")
-    return value
-
-
-def number(text: str) -> float:
-    """A number, NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -245,25 +91,16 @@ def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption |
     if first:
         print(table(trainer))
         seconds = perf_counter() - began
-        print(f"{seconds:.1f} s; largest difference of a parameter between ranks: {apart:g}", flush=True)
-    failure = unsaved or judge(trainer.epochs, apart, arguments.target_accuracy)
+        left_out = sum(epoch.skipped for epoch in trainer.epochs)
+        scale = f", {left_out} of them left out; loss scale {trainer.scaler.get_scale():g}" if trainer.scaler else ""
+        spent = f"{seconds:.1f} s, {trainer.steps} steps{scale}"
+        print(f"{spent}; largest difference of a parameter between ranks: {apart:g}", flush=True)
+    failure = judge(trainer, apart, arguments.target_accuracy)
+    failure = unsaved or failure
     if failure:
         complain(comm, failure)
         return 1
     return 0
-
-
-def begin(comm: MPI.Comm) -> None:
-    """Have the ranks' log on standard error, and say there what a person should know of how the job was launched."""
-    configure(comm)
-    for line in notices(comm):
-        word, _, text = line.partition(": ")
-        if word == "note" or comm.rank == 0:  # it is the same on all ranks
-            logger.log(logging.INFO if word == "note" else logging.WARNING, text)
-
-
-class Refused(Exception):
-    """The training cannot begin; all ranks raise it alike."""
 
 
 def compare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> None:
@@ -302,7 +139,7 @@ def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer
     try:
         import torch
 
-        from hpcdl.torch.train import Adam, Sgd, Trainer, build, image_task, text_task
+        from hpcdl.torch.tasks import build, image_task, text_task
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         why = "is not installed" if missing else f"cannot be imported ({error})"
@@ -320,49 +157,76 @@ def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer
         model = build(arguments.model, task, seed=arguments.seed)
     except ValueError as error:
         raise Refused(f"--model {arguments.model}: {error}") from error
-    optimizer: type[Sgd] | type[Adam] = Sgd if arguments.optimizer == "sgd" else Adam
+    trainer = assemble(comm, arguments, task, model)
+    if arguments.checkpoint:
+        begin_or_resume(trainer, arguments)
+    return trainer, open_log(trainer, arguments)
+
+
+def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, model: nn.Module) -> Trainer:
+    """The trainer that the arguments describe."""
+    import torch
+
+    from hpcdl.torch.growth import BatchGrowth
+    from hpcdl.torch.recipe import Schedule, optimizer, scheduler
+    from hpcdl.torch.schedules import linear_scaled_lr
+    from hpcdl.torch.train import Trainer
+
+    batch = arguments.batch_size * arguments.accumulate * comm.size
+    growth, most = None, None
+    if arguments.grow_batch:
+        try:
+            growth = BatchGrowth(batch, arguments.milestones, factor=1 / arguments.gamma, limit=arguments.grow_batch)
+        except ValueError as error:
+            raise Refused(f"--grow-batch {arguments.grow_batch}: {error}") from error
+        most = arguments.max_batch_size
+    lr, start = arguments.lr, None
+    if arguments.base_batch:
+        lr = linear_scaled_lr(arguments.lr, batch, arguments.base_batch)
+        start = min(1.0, arguments.lr / lr)
+    schedule = Schedule(
+        arguments.schedule,
+        milestones=arguments.milestones,
+        gamma=arguments.gamma,
+        lowest=arguments.min_lr / arguments.lr,
+        cycle_epochs=arguments.cycle_epochs,
+        low_momentum=arguments.low_momentum,
+        warmup_epochs=arguments.warmup_epochs,
+        start_factor=start,
+    )
+    settings: dict[str, Any] = {"schedule": str(schedule), "growth": str(growth)}
+    if schedule.name != "constant" or schedule.warmup_epochs:  # which holds the rates, also those yet to come
+        settings |= {"epochs": arguments.epochs, "lr": lr, "momentum": arguments.momentum}
     trainer = Trainer(
         task,
         model,
-        optimizer(model.parameters(), lr=arguments.lr, momentum=arguments.momentum),
+        optimizer(
+            arguments.optimizer,
+            model,
+            lr=lr,
+            momentum=arguments.momentum,
+            weight_decay=arguments.weight_decay,
+            exclude_lr=arguments.exclude_lr,
+        ),
         comm,
         batch_size=arguments.batch_size,
         seed=arguments.seed,
         accumulate=arguments.accumulate,
+        growth=growth,
+        most=most,
+        precision=arguments.precision,
+        clip_norm=arguments.clip_norm,
+        settings=settings,
         bucket_cap_mb=arguments.bucket_cap_mb,
         first_bucket_mb=min(1.0, arguments.bucket_cap_mb),
         algorithm=arguments.algorithm,
         overlap={"auto": "auto", "on": True, "off": False}[arguments.overlap],
         wire_dtype=arguments.wire_dtype and getattr(torch, arguments.wire_dtype),
     )
-    if arguments.checkpoint:
-        begin_or_resume(trainer, arguments)
-    return trainer, open_log(trainer, arguments)
-
-
-def choose(arguments: argparse.Namespace) -> str | None:
-    """Fill in what was left open; what contradicts itself, in one line."""
-    source = arguments.data
-    is_text = source is not None and (source == "bible" or source.endswith(".txt") or Path(source).is_file())
-    if arguments.model is None:
-        arguments.model = "transformer" if is_text else "mlp"
-    model, kind = arguments.model, MODELS[arguments.model]
-    if source is not None and is_text != (kind.of == "text"):
-        others = " or ".join(name for name, other in MODELS.items() if other.of != kind.of)
-        what = "a text" if is_text else "of images"
-        return f"--model {model} is for {kind.of}, --data {source} is {what}: take --model {others}, or other data"
-    if arguments.block_size and kind.of != "text":
-        return f"--block-size is for text, --model {model} is for images"
-    for name in ("checkpoint_every", "resume"):
-        if getattr(arguments, name) and not arguments.checkpoint:
-            return f"--{name.replace('_', '-')} needs --checkpoint DIR"
-    if arguments.wire_dtype and arguments.algorithm:
-        return f"--wire-dtype brings an all-reduce of its own: leave out --algorithm {arguments.algorithm}"
-    arguments.algorithm = arguments.algorithm or "binary_blocks"
-    arguments.block_size = arguments.block_size or BLOCK_SIZE
-    arguments.optimizer = arguments.optimizer or kind.optimizer
-    arguments.lr, arguments.epochs = arguments.lr or kind.lrs[arguments.optimizer], arguments.epochs or kind.epochs
-    return None
+    trainer.scheduler = scheduler(
+        schedule, trainer.optimizer, epochs=arguments.epochs, updates=trainer.updates, growth=trainer.growth
+    )
+    return trainer
 
 
 def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
@@ -413,13 +277,6 @@ def unusable(option: str, folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{option} {folder}: Permission denied"
 
 
-def agree(comm: MPI.Comm, problem: str | None) -> None:
-    """Refuse if any rank has a problem."""
-    agreed = verdict.agree(comm, problem)
-    if agreed:
-        raise Refused(agreed)
-
-
 def follow(
     trainer: Trainer,
     arguments: argparse.Namespace,
@@ -440,14 +297,14 @@ def follow(
             loss, per_s, communication = trainer.measure()
             if log:
                 epoch = len(trainer.epochs) + 1
-                log.write("train", trainer.steps, epoch, plain(unit, loss, per_s, communication))
+                log.write("train", trainer.steps, epoch, plain(unit, loss, per_s, communication) | state(trainer))
         if stop and stop():
             path = trainer.save(arguments.checkpoint)
             if log:
                 log.stop(trainer.steps, stop.reason, path)
             stopped = f"stopped at step {trainer.steps} by {stop.reason}: {path} is written, go on by --resume"
             return True
-        ends = trainer.steps % trainer.steps_an_epoch == 0  # then what the epoch came to is saved too, below
+        ends = trainer.steps == trainer.updates(len(trainer.epochs) + 1)  # then its result is saved too, below
         if arguments.checkpoint_every and trainer.steps % arguments.checkpoint_every == 0 and not ends:
             trainer.save(arguments.checkpoint)
         return False
@@ -456,7 +313,8 @@ def follow(
         on_epoch(epoch)
         if log:
             values = plain(unit, epoch.loss, epoch.per_s, epoch.communication)
-            values |= {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy}
+            values |= {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy, "skipped": epoch.skipped}
+            values |= state(trainer) | {"lr": epoch.lr, "batch": epoch.batch}
             log.write("epoch", trainer.steps, epoch.number, values)
         if not math.isfinite(epoch.loss):
             break
@@ -465,11 +323,20 @@ def follow(
     return stopped
 
 
-def judge(epochs: list[Epoch], spread: float, target: float | None) -> str | None:
-    """What has gone wrong, in one line; None if nothing has."""
-    last = epochs[-1]
+def state(trainer: Trainer) -> dict[str, float]:
+    """What a schedule or a scaler may change on the way."""
+    values = {"lr": trainer.lr, "batch": trainer.growth.batch(len(trainer.epochs))}
+    return values | ({"loss_scale": trainer.scaler.get_scale()} if trainer.scaler else {})
+
+
+def judge(trainer: Trainer, spread: float, target: float | None) -> str | None:
+    """What has gone wrong, in one line; None if nothing has; a collective call."""
+    last, where = trainer.epochs[-1], trainer.first_not_finite()
     if not math.isfinite(last.loss):
-        return f"the training diverged in epoch {last.number} (loss {last.loss:g}): try a smaller --lr"
+        if where is None:  # no step was taken at all
+            return f"all {last.skipped} steps of epoch {last.number} were left out, as their gradients were not finite"
+        first = f"first at step {where.step} on rank {where.rank}"
+        return f"the training diverged in epoch {last.number} (loss {last.loss:g}, {first}): try a smaller --lr"
     if not math.isfinite(spread):
         return f"after epoch {last.number} some parameters are not finite: try a smaller --lr"
     if spread != 0:
@@ -477,89 +344,3 @@ def judge(epochs: list[Epoch], spread: float, target: float | None) -> str | Non
     if target is not None and last.accuracy < target:
         return f"test accuracy {last.accuracy:.2%} is below the target of {target:.2%}"
     return None
-
-
-def complain(comm: MPI.Comm, line: str) -> None:
-    """Print one line to standard error, once for all ranks."""
-    if comm.rank == 0:
-        print(f"hpcdl: {line}", file=sys.stderr, flush=True)
-
-
-def header(arguments: argparse.Namespace, trainer: Trainer) -> str:
-    """One line with all that a result depends on."""
-    import torch
-    from mpi4py import MPI
-
-    library = " ".join(MPI.Get_library_version().replace("Version:", "").split("\n")[0].split(",")[0].split())
-    ranks, task, model = trainer.comm.size, trainer.task, trainer.model
-    parameters = sum(each.numel() for each in model.parameters())
-    wire, passes = arguments.wire_dtype, arguments.accumulate
-    block = f", block {arguments.block_size}" if MODELS[arguments.model].of == "text" else ""
-    return (
-        f"hpcdl train: ranks {ranks}, threads {torch.get_num_threads()}, "
-        f"all-reduce {f'in {wire} between nodes' if wire else arguments.algorithm}, "
-        f"buckets of {arguments.bucket_cap_mb:g} MiB, overlap {'on' if model.reducer.overlap else 'off'}, "
-        f"model {arguments.model}, parameters {parameters}, data {task.name} ({task.counts}){block}, "
-        f"batch {ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}, "
-        f"{arguments.optimizer}, lr {arguments.lr:g}, momentum {arguments.momentum:g}, seed {arguments.seed}, {library}"
-    )
-
-
-COLUMNS = "{:>6}  {:>9}  {:>9}  {:>13}  {:>12}  {:>13}"
-
-
-def table(trainer: Trainer) -> str:
-    """One line an epoch, under their names."""
-    unit = trainer.task.unit
-    lines = [COLUMNS.format("epoch", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")]
-    lines += [
-        COLUMNS.format(
-            epoch.number,
-            f"{epoch.loss:.4f}",
-            f"{epoch.test_loss:.4f}",
-            f"{epoch.accuracy:.2%}",
-            f"{epoch.per_s:.0f}",
-            f"{epoch.communication:.1%}",
-        )
-        for epoch in trainer.epochs
-    ]
-    return "\n".join(lines)
-
-
-@contextmanager
-def reporting(
-    trainer: Trainer, epochs: int, *, on: bool
-) -> Iterator[tuple[Callable[[int], object], Callable[[Epoch], object]]]:
-    """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch."""
-
-    def line(epoch: Epoch) -> str:
-        return (
-            f"epoch {epoch.number}/{epochs}  loss {epoch.loss:.4f}  test loss {epoch.test_loss:.4f}  "
-            f"test accuracy {epoch.accuracy:.2%}  {epoch.per_s:.0f} {trainer.task.unit}/s  "
-            f"communication {epoch.communication:.1%}"
-        )
-
-    def nothing(_: object) -> None: ...
-
-    if not on:
-        yield nothing, nothing
-        return
-    size = terminal()
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:  # rich is a comfort, not a need
-        size = None
-    if size is None or os.environ.get("TERM", "dumb") == "dumb":
-        yield nothing, lambda epoch: print(line(epoch), flush=True)
-        return
-    console = Console(force_terminal=True, width=size.columns or None)
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    samples = trainer.task.train_count * epochs
-    done = min(samples, samples * trainer.steps // (trainer.steps_an_epoch * epochs))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"epoch {len(trainer.epochs) + 1}/{epochs}", total=samples, completed=done)
-        yield (
-            lambda samples: progress.advance(task, samples),
-            lambda epoch: progress.update(task, description=line(epoch)),
-        )

@@ -20,10 +20,11 @@ import hpcdl
 from hpcdl import tuning, verdict
 from hpcdl.buffers import HALVES, TYPES
 from hpcdl.choice import HOST, Shape, candidates, serves, shared_cost
+from hpcdl.cli.agreed import Refused, agree, begin, complain
+from hpcdl.cli.arguments import rate
 from hpcdl.cli.bench import progress, sizes
 from hpcdl.cli.bench_measure import Competitor, NumPyArray, measure
 from hpcdl.cli.sizes import UNITS, parse_bytes, show_bytes, show_seconds
-from hpcdl.cli.train import Refused, agree, begin, complain, rate
 from hpcdl.collectives import Cost, Link, find
 
 if TYPE_CHECKING:

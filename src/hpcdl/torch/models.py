@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from hpcdl.data import CLASSES
 
 
-def mlp(rows: int, columns: int) -> nn.Module:
-    """One hidden layer of 256."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(rows * columns, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+def mlp(rows: int, columns: int, hidden: int = 256) -> nn.Module:
+    """One hidden layer."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(rows * columns, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
 
 
 def cnn(rows: int, columns: int) -> nn.Module:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,174 +16,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hpcdl
-from hpcdl.data import ImageSet, part, shares
-from hpcdl.text import Text, batch, windows
+from hpcdl.data import part, shares
 from hpcdl.torch.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from hpcdl.torch.models import MODELS
+from hpcdl.torch.growth import BatchGrowth, split
 from hpcdl.torch.parallel import DistributedDataParallel
+from hpcdl.torch.scaler import GradScaler
+from hpcdl.torch.tasks import Numbers, Task
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Numbers: TypeAlias = NDArray[np.int64]
-Samples: TypeAlias = Callable[[Numbers], tuple[Tensor, Tensor]]
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the forward and backward passes compute in, where that loses little; None is the model's own type."""
 
 
-# ---- what is learnt ------------------------------------------------------------------------------------------------
-
-
-class Task(NamedTuple):
-    """What there is to learn: so many samples, handed out by their numbers as inputs and labels."""
-
-    name: str
-    counts: str
-    unit: str  # what is labelled: images, characters
-    shape: tuple[int, int]  # what a network is made for: rows and columns, or vocabulary and block size
-    train_count: int
-    test_count: int
-    labels: int  # of each sample
-    train: Samples
-    test: Samples
-
-
-def image_task(images: ImageSet, dtype: torch.dtype = torch.float32) -> Task:
-    """Name what is on an image; its bytes become numbers of mean 0 and deviation 1 over all that are trained on."""
-    rows, columns = images.train.images.shape[1:]
-    mean, deviation = float(images.train.images.mean()), float(images.train.images.std()) or 1.0
-
-    def samples(pixels: NDArray[np.uint8], labels: Numbers) -> Samples:
-        return lambda chosen: (
-            torch.from_numpy(pixels[chosen]).to(dtype).sub_(mean).div_(deviation),
-            torch.from_numpy(labels[chosen]),
-        )
-
-    counts = len(images.train.labels), len(images.test.labels)
-    both = samples(*images.train), samples(*images.test)
-    return Task(images.name, images.counts, "images", (rows, columns), *counts, 1, *both)
-
-
-def text_task(text: Text, block_size: int) -> Task:
-    """Name the character that follows, at every place of a window."""
-
-    def samples(numbers: NDArray[Any]) -> Samples:
-        def take(chosen: Numbers) -> tuple[Tensor, Tensor]:
-            inputs, labels = batch(numbers, chosen, block_size)
-            return torch.from_numpy(inputs), torch.from_numpy(labels)
-
-        return take
-
-    counts = windows(text.train, block_size), windows(text.test, block_size)
-    both = samples(text.train), samples(text.test)
-    shape = len(text.vocabulary), block_size
-    return Task(text.name, text.counts, "characters", shape, *counts, block_size, *both)
-
-
-def build(name: str, task: Task, *, seed: int) -> nn.Module:
-    """The named network for this task, its parameters drawn from the seed."""
-    torch.manual_seed(seed)
-    return MODELS[name](*task.shape)
-
-
-# ---- the optimiser -------------------------------------------------------------------------------------------------
-
-
-class Optimizer(Protocol):
-    """What a trainer asks of an optimiser; torch.optim's have it."""
-
-    def zero_grad(self) -> None: ...
+class Scheduler(Protocol):
+    """What a trainer asks of a schedule of rates; torch's have it."""
 
     def step(self) -> Any: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-SQUARES = 0.999
-"""How much of the average of squared gradients Adam keeps from step to step."""
-
-
-class Descent:
-    """What our optimisers have in common."""
-
-    def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float) -> None:
-        self.parameters, self.lr, self.momentum = list(parameters), lr, momentum
-
-    def zero_grad(self) -> None:
-        for each in self.parameters:
-            each.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        raise NotImplementedError
-
-    def check(self, state_dict: dict[str, Any]) -> None:
-        """ValueError if the state is another optimiser's."""
-        if state_dict.keys() != self.state_dict().keys():
-            theirs = ", ".join(state_dict)
-            raise ValueError(f"the saved optimiser, with {theirs}, is no {type(self).__name__}: go on with that one")
-
-
-class Sgd(Descent):
-    """Gradient descent with momentum, in torch's form: u = m u + g, w = w - lr u."""
-
-    # torch.optim.SGD does the same, but the first optimiser made imports torch's compiler: 2 to 10 s a process, and
-    # all of MNIST-5k is learnt in 5.
-    def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float = 0.0) -> None:
-        super().__init__(parameters, lr=lr, momentum=momentum)
-        self.velocities = [torch.zeros_like(each) for each in self.parameters]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, velocity in zip(self.parameters, self.velocities, strict=True):
-            if parameter.grad is not None:
-                velocity.mul_(self.momentum).add_(parameter.grad)
-                parameter.add_(velocity, alpha=-self.lr)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The velocities; the rate and the momentum are for whoever resumes to choose."""
-        return {"velocities": self.velocities}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.check(state_dict)
-        for velocity, saved in zip(self.velocities, state_dict["velocities"], strict=True):
-            velocity.copy_(saved)
-
-
-class Adam(Descent):
-    """Steps of about the learning rate, whatever the gradients' size (Kingma and Ba 2015, arXiv 1412.6980)."""
-
-    def __init__(self, parameters: Iterable[Tensor], *, lr: float, momentum: float = 0.9) -> None:
-        super().__init__(parameters, lr=lr, momentum=momentum)
-        self.steps = 0
-        self.means = [torch.zeros_like(each) for each in self.parameters]
-        self.squares = [torch.zeros_like(each) for each in self.parameters]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        # Both averages begin at 0, which is divided out.
-        begun, begun_squares = 1 - self.momentum**self.steps, 1 - SQUARES**self.steps
-        for parameter, mean, square in zip(self.parameters, self.means, self.squares, strict=True):
-            if parameter.grad is not None:
-                mean.lerp_(parameter.grad, 1 - self.momentum)
-                square.mul_(SQUARES).addcmul_(parameter.grad, parameter.grad, value=1 - SQUARES)
-                deviation = (square / begun_squares).sqrt_().add_(1e-8)
-                parameter.addcdiv_(mean, deviation, value=-self.lr / begun)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averages and their age; the rate and the momentum are for whoever resumes to choose."""
-        return {"means": self.means, "squares": self.squares, "steps": self.steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.check(state_dict)
-        self.steps = state_dict["steps"]
-        for mine, saved in ((self.means, "means"), (self.squares, "squares")):
-            for each, value in zip(mine, state_dict[saved], strict=True):
-                each.copy_(value)
-
-
-# ---- the training --------------------------------------------------------------------------------------------------
 
 
 class Epoch(NamedTuple):
@@ -194,6 +49,9 @@ class Epoch(NamedTuple):
     accuracy: float
     per_s: float  # images, or characters
     communication: float  # see Measured
+    batch: int  # samples of all ranks in one update
+    lr: float  # of its last update
+    skipped: int  # updates that were left out for gradients that were not finite
 
 
 class Measured(NamedTuple):
@@ -206,6 +64,13 @@ class Measured(NamedTuple):
     loss: float
     per_s: float
     communication: float
+
+
+class NotFinite(NamedTuple):
+    """Where a loss was first no number, or infinite."""
+
+    step: int  # from 1
+    rank: int
 
 
 class _Timed(DistributedDataParallel):
@@ -226,24 +91,63 @@ class Trainer:
         self,
         task: Task,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: torch.optim.Optimizer,
         comm: MPI.Intracomm,
         *,
         batch_size: int,
         seed: int = 0,
         accumulate: int = 1,
+        growth: BatchGrowth | None = None,
+        most: int | None = None,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        settings: dict[str, Any] | None = None,
         **wrapping: Any,
     ) -> None:
-        """`batch_size` samples of each rank in each of `accumulate` backward passes; `wrapping` is the wrapper's."""
+        """`batch_size` samples of each rank in each of `accumulate` backward passes; `wrapping` is the wrapper's.
+
+        With `growth` the global batch is what that says, in as many passes as leave at most `most` samples to each, or
+        `accumulate`. `settings` is what else must be the same to go on from a checkpoint.
+        """
         self.task, self.comm, self.optimizer = task, comm, optimizer
+        self.scaler = GradScaler(comm) if precision == "fp16" else None
         # The sum: each rank's loss is divided by the samples of all.
-        self.model = _Timed(model, comm, average=False, **wrapping)
-        self.batch_size, self.seed, self.accumulate = batch_size, seed, accumulate
-        self.steps_an_epoch = -(-task.train_count // (batch_size * accumulate * comm.size))
+        self.model = _Timed(model, comm, average=False, scaler=self.scaler, **wrapping)
+        batch = batch_size * accumulate * comm.size
+        self.growth = growth or BatchGrowth(batch, (), factor=2, limit=batch)
+        self.batch_size, self.seed, self.accumulate, self.most = batch_size, seed, accumulate, most
+        self.precision, self.clip_norm = precision, clip_norm
+        self.scheduler: Scheduler | None = None
         self.steps = 0
         self.epochs: list[Epoch] = []
-        self._sums = np.zeros(4)  # of this epoch so far: my part of the loss, seconds, of these waited, all samples
-        self._told = np.zeros(4)
+        self._more_settings = settings or {}
+        # Of this epoch so far: my part of the loss, seconds, of these waited, all samples, those of steps that were
+        # taken, and the steps that were not.
+        self._sums = np.zeros(6)
+        self._told = np.zeros(6)
+        self._not_finite: int | None = None
+
+    # ---- where in the training -----------------------------------------------------------------------------------
+
+    def updates(self, epochs: float) -> int:
+        """How many updates come before this time in epochs."""
+        whole, rest = divmod(epochs, 1)
+        before = self.growth.updates(self.task.train_count, int(whole))
+        return before + round(rest * -(-self.task.train_count // self.growth.batch(int(whole))))
+
+    @property
+    def passes(self) -> int:
+        """Of backward, in one update of this epoch."""
+        if self.most is None:
+            return self.accumulate
+        return split(self.growth.batch(len(self.epochs)), self.comm.size, self.most)[1]
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next update."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # ---- the training --------------------------------------------------------------------------------------------
 
     def train(self, epochs: int, on_step: Callable[[int], bool | None] = lambda samples: None) -> Iterator[Epoch]:
         """Go on to the given epoch; give each epoch's result.
@@ -253,39 +157,67 @@ class Trainer:
         task, comm = self.task, self.comm
         while (epoch := len(self.epochs)) < epochs:
             self.model.train()
-            batches = shares(
-                task.train_count,
-                epoch,
-                seed=self.seed,
-                batch_size=self.batch_size * self.accumulate,
-                rank=comm.rank,
-                size=comm.size,
-            )
-            for mine, total in islice(batches, self.steps - epoch * self.steps_an_epoch, None):
+            batch, lr = self.growth.batch(epoch), self.lr
+            batches = shares(task.train_count, epoch, seed=self.seed, batch=batch, rank=comm.rank, size=comm.size)
+            for mine, total in islice(batches, self.steps - self.updates(epoch), None):
+                lr = self.lr
                 self.step(mine, total)
                 if on_step(total):
                     return
             loss, per_s, communication = self._measure(self._sums)
-            self.epochs.append(Epoch(epoch + 1, loss, *evaluate(self.model, task, comm), per_s, communication))
-            self._sums, self._told = np.zeros(4), np.zeros(4)
+            told = evaluate(self.model, task, comm, within=self.autocast)
+            skipped = int(self._sums[5])
+            self.epochs.append(Epoch(epoch + 1, loss, *told, per_s, communication, batch, lr, skipped))
+            self._sums, self._told = np.zeros(6), np.zeros(6)
             yield self.epochs[-1]
 
     def step(self, mine: Numbers, total: int) -> None:
         """Take one step on a global batch of `total` samples, these being mine."""
         began, waited_s, loss = perf_counter(), self.model.waited_s, 0.0
         self.optimizer.zero_grad()
-        for number in range(self.accumulate):
-            inputs, labels = self.task.train(mine[part(len(mine), number, self.accumulate)])
+        passes = self.passes
+        for number in range(passes):
+            inputs, labels = self.task.train(mine[part(len(mine), number, passes)])
             # Divided by the samples of all ranks and passes, the losses' sum is the mean over the global batch, however
             # unevenly the samples lie. A mean of means would weigh a short share too much, and the mean over no sample
             # is NaN where the sum is 0.
-            with nullcontext() if number == self.accumulate - 1 else self.model.no_sync():
-                some = cross_entropy(self.model(inputs), labels) / (total * self.task.labels)
-                some.backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if number == passes - 1 else self.model.no_sync():
+                with self.autocast():
+                    some = cross_entropy(self.model(inputs), labels) / (total * self.task.labels)
+                scaled = self.scaler.scale(some) if self.scaler else some
+                scaled.backward()  # type: ignore[no-untyped-call]
             loss += some.item()
-        self.optimizer.step()
+        taken = self._update()
         self.steps += 1
-        self._sums += loss * total, perf_counter() - began, self.model.waited_s - waited_s, total
+        if taken and not math.isfinite(loss) and self._not_finite is None:
+            self._not_finite = self.steps
+        samples = total if taken else 0
+        spent = perf_counter() - began, self.model.waited_s - waited_s
+        self._sums += loss * total if taken else 0.0, *spent, total, samples, not taken
+
+    def _update(self) -> bool:
+        """Change the parameters by the gradients, which all ranks have alike; was it done?"""
+        taken = True
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        if self.clip_norm:  # of the mean over the global batch, and of its true size
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            taken = not self.scaler.skipped
+        else:
+            self.optimizer.step()
+        if self.scheduler and taken:
+            self.scheduler.step()
+        return taken
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What forward runs within."""
+        dtype = PRECISIONS[self.precision]
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    # ---- what came of it -----------------------------------------------------------------------------------------
 
     def measure(self) -> Measured:
         """What came of this epoch's steps since it was last asked; a collective call."""
@@ -293,9 +225,18 @@ class Trainer:
         return self._measure(news)
 
     def _measure(self, sums: NDArray[np.float64]) -> Measured:
-        loss, seconds, waited_s, samples = hpcdl.allreduce(sums.copy(), self.comm, op="sum").tolist()
-        samples_each = samples / self.comm.size  # every rank has counted them all
-        return Measured(loss / samples_each, samples * self.task.labels / seconds, waited_s / seconds)
+        loss, seconds, waited_s, samples, counted, _ = hpcdl.allreduce(sums.copy(), self.comm, op="sum").tolist()
+        size = self.comm.size  # every rank has counted all samples
+        mean = loss * size / counted if counted else math.nan
+        return Measured(mean, samples / size * self.task.labels / seconds, waited_s / seconds)
+
+    def first_not_finite(self) -> NotFinite | None:
+        """The first step of which a rank's loss was not finite; a collective call."""
+        steps = self.comm.allgather(self._not_finite)
+        found = [NotFinite(step, rank) for rank, step in enumerate(steps) if step is not None]
+        return min(found, default=None)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     # What must be the same for the rest of the training to be the same.
     @property
@@ -306,32 +247,47 @@ class Trainer:
             "accumulation": self.accumulate,
             "seed": self.seed,
             "optimizer": type(self.optimizer).__name__,
+            "precision": self.precision,
+            **self._more_settings,
+        }
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "comm": self.comm,
         }
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint of where the training is; a collective call."""
         return save_checkpoint(
             folder,
-            model=self.model,
-            optimizer=self.optimizer,
             step=self.steps,
             sampler=self._settings,
             extra={"epochs": [list(each) for each in self.epochs], "sums": self._sums.tolist()},
-            comm=self.comm,
+            **self._parts,
         )
 
     def resume(self, folder: str | Path) -> Checkpoint | None:
         """Go to where the newest whole checkpoint was, None if there is none; a collective call.
 
-        CheckpointError, on all ranks: it was saved by another number of ranks, of another model, data, batch, seed or
-        kind of optimiser.
+        CheckpointError, on all ranks: it was saved by another number of ranks, of another model, data, batch, seed,
+        precision or kind of optimiser, or is of other `settings`. The rate, the momentum and the decay are for whoever
+        resumes to choose, unless a schedule has them.
         """
-        checkpoint = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        chosen = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        checkpoint = load_checkpoint(folder, **self._parts)
         if checkpoint is None:
             return None
         for name, ours in self._settings.items():
-            if (saved := checkpoint.sampler[name]) != ours:
+            if (saved := checkpoint.sampler.get(name)) != ours:
                 raise CheckpointError(f"{checkpoint.path} is of a training with {name} {saved}, this one has {ours}")
+        if self.scheduler is None:
+            for group, mine in zip(self.optimizer.param_groups, chosen, strict=True):
+                group.update(mine)
         self.steps = checkpoint.step
         self.epochs = [Epoch(*each) for each in checkpoint.extra["epochs"]]
         self._sums = np.array(checkpoint.extra["sums"])
@@ -345,15 +301,23 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, comm: MPI.Comm, *, batch_size: int = 250) -> tuple[float, float]:
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    comm: MPI.Comm,
+    *,
+    batch_size: int = 250,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[float, float]:
     """The held-out samples' loss, and which share of labels all ranks name rightly; one rank looks at each sample."""
     model.eval()
     mine = np.arange(task.test_count)[part(task.test_count, comm.rank, comm.size)]
     sums = np.zeros(2)
     for start in range(0, len(mine), batch_size):
         inputs, labels = task.test(mine[start : start + batch_size])
-        scores = model(inputs)
-        sums += cross_entropy(scores, labels).item(), int((scores.argmax(-1) == labels).sum())
+        with within():
+            scores = model(inputs)
+            sums += cross_entropy(scores, labels).item(), int((scores.argmax(-1) == labels).sum())
     hpcdl.allreduce(sums, comm, op="sum")
     loss, correct = (sums / (task.test_count * task.labels)).tolist()
     return loss, correct

@@ -1,0 +1,126 @@
+"""What hpcdl train tells a person."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hpcdl.cli.launch import terminal
+from hpcdl.cli.train_options import MODELS
+
+if TYPE_CHECKING:
+    from hpcdl.torch.train import Epoch, Trainer
+
+
+def header(arguments: argparse.Namespace, trainer: Trainer) -> str:
+    """One line with all that a result depends on."""
+    import torch
+    from mpi4py import MPI
+
+    library = " ".join(MPI.Get_library_version().replace("Version:", "").split("\n")[0].split(",")[0].split())
+    ranks, task, model = trainer.comm.size, trainer.task, trainer.model
+    parameters = sum(each.numel() for each in model.parameters())
+    wire, passes = arguments.wire_dtype, arguments.accumulate
+    block = f", block {arguments.block_size}" if MODELS[arguments.model].of == "text" else ""
+    decay = f", weight decay {arguments.weight_decay:g}" if arguments.weight_decay else ""
+    clip = f", clipped at {arguments.clip_norm:g}" if arguments.clip_norm else ""
+    return (
+        f"hpcdl train: ranks {ranks}, threads {torch.get_num_threads()}, "
+        f"all-reduce {f'in {wire} between nodes' if wire else arguments.algorithm}, "
+        f"buckets of {arguments.bucket_cap_mb:g} MiB, overlap {'on' if model.reducer.overlap else 'off'}, "
+        f"model {arguments.model}, parameters {parameters}, {arguments.precision}, data {task.name} ({task.counts})"
+        f"{block}, batch {ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}{growing(arguments)}, "
+        f"{arguments.optimizer}, lr {rates(arguments, trainer)}, momentum {arguments.momentum:g}{decay}{clip}, "
+        f"seed {arguments.seed}, {library}"
+    )
+
+
+def growing(arguments: argparse.Namespace) -> str:
+    """Up to where the batch grows."""
+    if not arguments.grow_batch:
+        return ""
+    most = arguments.max_batch_size
+    return f" growing to {arguments.grow_batch}{f' in passes of up to {most} a rank' if most else ''}"
+
+
+def rates(arguments: argparse.Namespace, trainer: Trainer) -> str:
+    """The highest rate, and how it goes."""
+    highest = arguments.lr
+    if arguments.base_batch:
+        highest *= trainer.growth.first / arguments.base_batch
+    known: dict[str, Callable[[], str]] = {
+        "step": lambda: f"x {arguments.gamma:g} at epochs {', '.join(map(str, arguments.milestones))}",
+        "cyclic": lambda: f"from {arguments.min_lr / arguments.lr:g} of it in {arguments.cycle_epochs:g} epochs",
+        "onecycle": lambda: f"from {arguments.min_lr / arguments.lr:g} of it",
+    }
+    more = f" {known[arguments.schedule]()}" if arguments.schedule in known else ""
+    how = "" if arguments.schedule == "constant" else f" ({arguments.schedule}{more})"
+    warmup = f" behind {arguments.warmup_epochs:g} epochs of warm-up" if arguments.warmup_epochs else ""
+    return f"{highest:g}{how}{warmup}"
+
+
+COLUMNS = "{:>6}  {:>7}  {:>9}  {:>9}  {:>9}  {:>13}  {:>12}  {:>13}"
+
+
+def table(trainer: Trainer) -> str:
+    """One line an epoch, under their names."""
+    unit = trainer.task.unit
+    lines = [COLUMNS.format("epoch", "batch", "lr", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")]
+    lines += [
+        COLUMNS.format(
+            epoch.number,
+            epoch.batch,
+            f"{epoch.lr:.3g}",
+            f"{epoch.loss:.4f}",
+            f"{epoch.test_loss:.4f}",
+            f"{epoch.accuracy:.2%}",
+            f"{epoch.per_s:.0f}",
+            f"{epoch.communication:.1%}",
+        )
+        for epoch in trainer.epochs
+    ]
+    return "\n".join(lines)
+
+
+@contextmanager
+def reporting(
+    trainer: Trainer, epochs: int, *, on: bool
+) -> Iterator[tuple[Callable[[int], object], Callable[[Epoch], object]]]:
+    """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch."""
+
+    def line(epoch: Epoch) -> str:
+        return (
+            f"epoch {epoch.number}/{epochs}  loss {epoch.loss:.4f}  test loss {epoch.test_loss:.4f}  "
+            f"test accuracy {epoch.accuracy:.2%}  {epoch.per_s:.0f} {trainer.task.unit}/s  "
+            f"communication {epoch.communication:.1%}"
+        )
+
+    def nothing(_: object) -> None: ...
+
+    if not on:
+        yield nothing, nothing
+        return
+    size = terminal()
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:  # rich is a comfort, not a need
+        size = None
+    if size is None or os.environ.get("TERM", "dumb") == "dumb":
+        yield nothing, lambda epoch: print(line(epoch), flush=True)
+        return
+    console = Console(force_terminal=True, width=size.columns or None)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    samples = trainer.task.train_count * epochs
+    whole = len(trainer.epochs)
+    rest = (trainer.steps - trainer.updates(whole)) * trainer.growth.batch(whole)
+    done = min(samples, whole * trainer.task.train_count + rest)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"epoch {len(trainer.epochs) + 1}/{epochs}", total=samples, completed=done)
+        yield (
+            lambda samples: progress.advance(task, samples),
+            lambda epoch: progress.update(task, description=line(epoch)),
+        )
