@@ -22,6 +22,8 @@ from hpcdl.verdict import agree
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcdl.torch.scaler import GradScaler
+
 OPS = ("mean", "sum")
 
 
@@ -58,9 +60,10 @@ def DistributedOptimizer(  # the name that people know
     - `bucket_cap_mb`, `algorithm`: as in DistributedDataParallel.
 
     Nothing travels before `step` or `synchronize`, since an optimiser cannot know when backward has ended: to reduce
-    beside backward take DistributedDataParallel. With a GradScaler call `synchronize()`, then `scaler.unscale_`, then
-    `scaler.step` under `skip_synchronize()`: all ranks then skip alike. `scaler.step` without that is a RuntimeError on
-    all ranks, as each would look at its own gradients.
+    beside backward take DistributedDataParallel. With an `hpcdl.torch.GradScaler`, `scaler.step` does all. With torch's
+    own call `synchronize()`, then `scaler.unscale_`, then `scaler.step` under `skip_synchronize()`: all ranks then skip
+    alike. `scaler.step` of that one without this is a RuntimeError on all ranks, as each would look at its own
+    gradients.
 
     ValueError, on all ranks: a bad argument, a name given twice, parameters of the optimiser without a name.
     MismatchError: the ranks' parameters differ. After Sergeev and Del Balso 2018, Horovod, arXiv 1802.05799.
@@ -88,7 +91,7 @@ def DistributedOptimizer(  # the name that people know
     optimizer.register_step_pre_hook(own.before_step)
     wrapped: Any = optimizer
     wrapped.synchronize, wrapped.skip_synchronize = own.synchronize, own.skip_synchronize
-    wrapped.zero_grad = own.zero_grad
+    wrapped.zero_grad, wrapped._synchroniser = own.zero_grad, own
     return wrapped
 
 
@@ -108,6 +111,7 @@ class Synchroniser:
         self._names, self._comm, self._options = names, comm, options
         self._sparse_as_dense = sparse_as_dense
         self._gradients: Gradients | None = None
+        self._scaler: GradScaler | None = None
         self._synchronised = self._skipping = False
         self._scales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one
         self._tell_scalers()
@@ -123,19 +127,26 @@ class Synchroniser:
                 self._gradients.close()
             self._gradients = self._made()
         self._gradients.refresh()
+        self._gradients.scaler = self._scaler
         self._gradients.reduce()
         self._synchronised = True
         self._tell_scalers()
 
+    def ensure(self, scaler: GradScaler) -> None:
+        """Reduce, unless that is done or not wanted, ahead of a scaler's look at the gradients."""
+        self._scaler = scaler
+        if not (self._synchronised or self._skipping):
+            self.synchronize()
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, `step()` takes the gradients as they are."""
-        self._skipping = True
+        before, self._skipping = self._skipping, True
         self._tell_scalers()
         try:
             yield
         finally:
-            self._skipping = False
+            self._skipping = before
             self._done()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,7 +165,8 @@ class Synchroniser:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
             raise RuntimeError(
                 "GradScaler has looked at the gradients of this rank alone: call optimizer.synchronize() first, then "
-                "scaler.unscale_(optimizer), then scaler.step(optimizer) under `with optimizer.skip_synchronize():`"
+                "scaler.unscale_(optimizer), then scaler.step(optimizer) under `with optimizer.skip_synchronize():`. "
+                "Or take hpcdl.torch.GradScaler, whose step does all that"
             )
         _, *others = args
         closure = others[0] if others else kwargs.get("closure")
@@ -200,7 +212,7 @@ class Synchroniser:
         return optimizer
 
     def _named(self) -> list[tuple[str, Tensor]]:
-        return [(self._names.get(parameter, place), parameter) for place, parameter in _places(self._whole())]
+        return [(self._names.get(parameter, place), parameter) for place, parameter in places(self._whole())]
 
     def _compared(self) -> list[tuple[str, Tensor]]:
         """The parameters with their names, which are the same on all ranks, or all raise (a collective call)."""
@@ -294,7 +306,7 @@ class Gradients(Reducer):
         self._release()
 
 
-def _places(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def places(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The parameters, by the names that the optimiser has for them, or else by their places."""
     for number, group in enumerate(optimizer.param_groups):
         places = [f"group {number}, parameter {place}" for place in range(len(group["params"]))]
@@ -322,7 +334,7 @@ def _problem(
         return f"several parameters have the same name: {', '.join(twice)}"
     known = {id(parameter) for _, parameter in named}
     if missing := [
-        f"{place} {tuple(parameter.shape)}" for place, parameter in _places(optimizer) if id(parameter) not in known
+        f"{place} {tuple(parameter.shape)}" for place, parameter in places(optimizer) if id(parameter) not in known
     ]:
         return f"named_parameters lacks parameters of the optimiser: {'; '.join(missing)}"
     return None

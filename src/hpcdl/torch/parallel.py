@@ -19,16 +19,21 @@ from torch.utils._pytree import tree_leaves
 
 import hpcdl
 from hpcdl.environment import cores_per_rank, under_launcher
-from hpcdl.errors import HpcdlError
+from hpcdl.errors import HpcdlError, MismatchError
 from hpcdl.torch.hooks import has_a_wire, wire_hook
 from hpcdl.torch.norm import SyncBatchNorm
 from hpcdl.torch.objects import broadcast_parameters
 from hpcdl.torch.reducer import CommHook, Reducer
+from hpcdl.torch.scaler import GradScaler, nothing
+from hpcdl.verdict import difference
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 WIRE_TYPES = (torch.bfloat16, torch.float16)
+
+LEFT, REDUCES, UNSCALES = range(3)
+"""What a rank does next inside join()."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -50,6 +55,8 @@ class DistributedDataParallel(nn.Module):
     - `broadcast_buffers`: behind every synchronising backward the buffers (running statistics) become rank 0's.
     - `wire_dtype`: torch.bfloat16 or torch.float16: what 32-bit gradients travel as between nodes; they are added in
       float32. Inside a node there is no wire, and it changes nothing.
+    - `scaler`: the `hpcdl.torch.GradScaler` in use. It looks at each rank's gradients before they are reduced, so as to
+      tell where an inf or nan began. If there is one, communication hooks are not called, and all ranks get nan.
     - `ignore`: names of parameters and buffers that stay each rank's own.
 
     Of torch's own DistributedDataParallel it takes besides: `find_unused_parameters` (unused parameters always work;
@@ -74,6 +81,7 @@ class DistributedDataParallel(nn.Module):
         overlap: bool | str = "auto",
         broadcast_buffers: bool = True,
         wire_dtype: torch.dtype | None = None,
+        scaler: GradScaler | None = None,
         ignore: Collection[str] = (),
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -92,17 +100,19 @@ class DistributedDataParallel(nn.Module):
             "overlap": overlap,
             "broadcast_buffers": broadcast_buffers,
             "wire_dtype": wire_dtype,
+            "scaler": scaler,
             "ignore": tuple(ignore),
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
         }
         _check_arguments(unknown, wire_dtype, overlap, bucket_cap_mb, first_bucket_mb)
+        _check_scaler(scaler, comm)
         _check_module(module, device_ids, output_device)
         _check_launch()
         self._ignored = {*ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         self._synchronise, self._told = True, frozenset[str]()
         self._joining = self._among_present = False
-        self._last_present = [0]
+        self._last_present, self._next = [0], LEFT
 
         named = [(name, each) for name, each in module.named_parameters() if name not in self._ignored]
         broadcast_parameters([*named, *self._buffers_named()], comm)
@@ -117,6 +127,7 @@ class DistributedDataParallel(nn.Module):
             sparse=frozenset(_sparse(module)),
             static=static_graph,
         )
+        self.scaler = self.reducer.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         me = weakref.ref(self)
 
         def unannounced() -> None:
@@ -154,7 +165,7 @@ class DistributedDataParallel(nn.Module):
         if not self.reducer.end():
             self.reducer.reset()
             return
-        present = self._who_is_there(True) if self._joining else None
+        present = self._who_is_there(REDUCES) if self._joining else None
         self._reduce(present)
 
     def _reduce(self, present: list[int] | None, *, joined: bool = False) -> None:
@@ -209,8 +220,8 @@ class DistributedDataParallel(nn.Module):
         Gradients are averaged over all ranks, those without data putting in zeros, so that each sample counts alike to
         the end; with `divide_by_initial_world_size=False` over those that still have data. At the end all ranks get the
         parameters and buffers of one that had data last (an optimiser's state stays each rank's own). A collective
-        call; the user's own collectives in the loop have no such help. ValueError, on all ranks, for a module with
-        synchronised batch normalisation, whose forward pass would wait for the ranks that have none.
+        call; the user's own collectives in the loop have no such help, only `scaler` has. ValueError, on all ranks, for
+        a module with synchronised batch normalisation, whose forward pass would wait for the ranks that have none.
         """
         if any(isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) for each in self.module.modules()):
             raise ValueError(
@@ -218,22 +229,31 @@ class DistributedDataParallel(nn.Module):
                 "many batches (torch's DistributedSampler does), or use BatchNorm"
             )
         self._joining, self._among_present = True, not divide_by_initial_world_size
+        if self.scaler is not None:
+            self.scaler.announce = partial(self._who_is_there, UNSCALES)
         try:
             yield
-            while present := self._who_is_there(False):
-                self._reduce(present, joined=True)
+            while present := self._who_is_there(LEFT):
+                if self.scaler is not None and self._next == UNSCALES:
+                    self.scaler.take_part()
+                else:
+                    self._reduce(present, joined=True)
         finally:
             self._joining = self._among_present = False
+            if self.scaler is not None:
+                self.scaler.announce = nothing
+        if self.scaler is not None:
+            self.scaler.follow(self.reducer.comm, self._last_present[0])
         for _, tensor in (*self.reducer.named, *self._buffers_named()):
             hpcdl.broadcast(tensor.detach(), self.reducer.comm, root=self._last_present[0])
 
-    def _who_is_there(self, present: bool) -> list[int]:
-        """The ranks that have data for a step."""
+    def _who_is_there(self, doing: int) -> list[int]:
+        """The ranks that have data for a step; `_next` is what they do now."""
         there = torch.zeros(self.reducer.comm.size, dtype=torch.uint8)
-        there[self.reducer.comm.rank] = present
+        there[self.reducer.comm.rank] = doing
         hpcdl.allreduce(there, self.reducer.comm, op="max")
-        ranks = [rank for rank, is_there in enumerate(there.tolist()) if is_there]
-        self._last_present = ranks or self._last_present
+        ranks = [rank for rank, theirs in enumerate(there.tolist()) if theirs != LEFT]
+        self._last_present, self._next = ranks or self._last_present, int(there.max())
         return ranks
 
     # ---- a module like any other ---------------------------------------------------------------------------------
@@ -254,8 +274,9 @@ class DistributedDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Another wrapper of a copy of the module, on the same communicator: a collective call."""
-        wrapper = type(self)(copy.deepcopy(self.module, memo), self._comm, **self._options)
+        """Another wrapper of a copy of the module, on the same communicator, its `scaler` a copy: a collective call."""
+        options = {**self._options, "scaler": copy.deepcopy(self._options["scaler"], memo)}
+        wrapper = type(self)(copy.deepcopy(self.module, memo), self._comm, **options)
         return wrapper.train(self.training)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -322,6 +343,19 @@ def _check_arguments(
         raise ValueError(f"overlap is True, False or 'auto', not {overlap!r}")
     if not (cap > 0 and first > 0):
         raise ValueError(f"bucket_cap_mb and first_bucket_mb are above 0, not {cap} and {first}")
+
+
+def _check_scaler(scaler: GradScaler | None, comm: MPI.Comm | None) -> None:
+    from hpcdl.call import channel
+
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"scaler is an hpcdl.torch.GradScaler, whose verdict all ranks share, not {type(scaler).__module__}."
+            f"{type(scaler).__qualname__}: make it by hpcdl.torch.GradScaler(comm, device=...)"
+        )
+    own = "none" if scaler is None else "an enabled one" if scaler.is_enabled() else "one that is not enabled"
+    if found := difference(channel(comm).wire, "scaler", own):
+        raise MismatchError(found)
 
 
 def _check_module(module: nn.Module, device_ids: list[Any] | None, output_device: Any) -> None:

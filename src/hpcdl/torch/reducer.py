@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcdl.execute import Plan
+    from hpcdl.torch.scaler import GradScaler
 
 MIB = 1 << 20
 
@@ -60,6 +61,8 @@ class Reducer:
         self._caps = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
         self._algorithm, self._sparse_names = algorithm, sparse
         self.hook: tuple[Any, CommHook] | None = None
+        self.scaler: GradScaler | None = None
+        """It looks at this rank's gradients before they are reduced."""
         self.unused: list[str] = []
         """The parameters that no rank used before the last reduction."""
         self.buckets: list[Bucket] = []
@@ -177,6 +180,8 @@ class Reducer:
             bucket = self.buckets[self._launched]
             if not all(self._expected[slot.number] for slot in bucket.slots):
                 return  # one that was never used may be now; if it is not, its zeros are put in at the end
+            if self.scaler is not None:
+                self.scaler.look(self, [bucket])
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
@@ -196,10 +201,16 @@ class Reducer:
         """
         self._agree()
         waiting = [] if joined else self._fill_in()
-        for bucket in self.buckets[self._launched :]:
-            if joined:
+        rest = self.buckets[self._launched :]
+        if joined:
+            for bucket in rest:
                 bucket.flat.zero_()
-            if self.hook is not None:
+        spoilt = self._look_at(rest, [] if joined else self._sparse)
+        for bucket in rest:
+            if spoilt:
+                for slot in bucket.slots:  # not the gaps between them, which stay zeros
+                    slot.view.fill_(torch.nan)
+            elif self.hook is not None:
                 self._hand_to_hook(bucket, *self.hook)
             elif self.overlap:
                 self._launch(bucket)
@@ -240,6 +251,13 @@ class Reducer:
                 slot.parameter.grad = gradient.clone()
             waiting.append(slot)
         return waiting
+
+    def _look_at(self, rest: Sequence[Bucket], sparse: Sequence[Named]) -> bool:
+        """Have the scaler look. Must hooks not be called, as some rank would mix an inf or nan into what they keep?"""
+        if self.scaler is None:
+            return False
+        found = self.scaler.look_at_rest(self, rest, sparse)
+        return self.hook is not None and bool(hpcdl.allreduce(torch.tensor([int(found)]), self.comm, op="max"))
 
     def _share_use(self, waiting: Sequence[Slot], joined: bool) -> None:
         """Find out what any rank has used: that has a gradient on all ranks now, the rest keeps what it had."""
