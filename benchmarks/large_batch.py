@@ -35,8 +35,9 @@ GROWTH_FACTOR, MILESTONES = 5, (8, 15, 20)
 """Where the rate falls or the batch grows: about a third, 60 % and 80 % of the epochs, by 5 (Smith et al. 2017)."""
 CYCLE_EPOCHS = (5, 10, 15)
 FP16_BATCH = 2048
-WIDENED = 1
-"""How often a search for a rate goes on beyond its ends."""
+SGD_RATES = {128: 0.025, 1024: 0.1, 8192: 0.2, 16384: 0.2}
+LARS_RATES = {128: 2.5, 1024: 20.0, 8192: 80.0, 16384: 120.0}
+"""Where the search for a rate begins, found by hand."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Plan:
 
 def plan_for(images: int) -> Plan:
     """The global batches from 128 to 16,384, as far as an epoch has three of them."""
-    batches = tuple(batch for batch in (128, 1024, 8192, 16384) if batch <= images / 3)
+    batches = tuple(batch for batch in LARS_RATES if batch <= images / 3)
     return Plan(batches, max(batch for batch in batches if batch <= 8192), images // 10)
 
 
@@ -121,6 +122,7 @@ def trained(run: Run, source: str | None) -> Outcome:
         growth=growth if run.grow else None,
         most=2048 if run.grow else None,
         precision=run.precision,
+        overlap=False,
     )
     # torch's own names; cycles and steps need no warm-up.
     schedule = Schedule(
@@ -178,45 +180,40 @@ def show(run: Run) -> str:
     return " ".join(f"{name}={value}" for name, value in asdict(run).items() if value != getattr(usual, name))
 
 
-def around(middle: Run) -> list[Run]:
-    """Half its rate, its rate, twice its rate."""
-    return [replace(middle, lr=middle.lr * factor) for factor in (0.5, 1, 2)]
+def rates(first: Run) -> list[Run]:
+    """This rate and twice it."""
+    return [replace(first, lr=first.lr * factor) for factor in (1, 2)]
 
 
-def widen(runs: list[Run], best: Run) -> None:
-    """Go on where the best rate is the first or the last that was tried."""
+def further(runs: list[Run], best: Run) -> None:
+    """Go on behind the better one of the ends."""
     if best.lr == runs[0].lr:
         runs.insert(0, replace(best, lr=best.lr / 2))
-    elif best.lr == runs[-1].lr:
+    else:
         runs.append(replace(best, lr=best.lr * 2))
 
 
 def study(farm: Farm, plan: Plan) -> dict[str, Any]:
     """All trainings; which ones belong to which question."""
     small, large = plan.batches[0], plan.large
-    # ---- rates, on held-out training images; where to begin was found by hand ----
-    tried: dict[str, dict[int, list[Run]]] = {"sgd": {}, "sgd warm": {}, "lars": {}}
+    # ---- rates, on held-out training images ----
+    tried: dict[str, dict[int, list[Run]]] = {"SGD": {}, "SGD with warm-up": {}, "LARS": {}}
     for batch in plan.batches:
-        plain = Run(batch=batch, lr=0.05 if batch == small else 0.2, tuning=True)
-        tried["sgd"][batch] = around(plain)
-        if batch >= large:
-            tried["sgd warm"][batch] = around(replace(plain, lr=2 * plain.lr, warmup=WARMUP))
-        lars_rate = 80 * math.sqrt(batch / 8192)  # twice as long a step for four times the batch
-        tried["lars"][batch] = around(Run("lars", batch, lars_rate, warmup=WARMUP, exclude=0.01, tuning=True))
-    cycles = around(Run(lr=0.2, schedule="onecycle", epochs=CYCLE_EPOCHS[1], tuning=True))
-    steps_down = around(Run(lr=0.05, schedule="step", tuning=True))
-    searches = [*(runs for each in tried.values() for runs in each.values()), cycles, steps_down]
-    farm.train(run for runs in searches for run in runs)
-    for _ in range(WIDENED):
-        for runs in searches:
-            widen(runs, farm.best(runs))
-        farm.train(run for runs in searches for run in runs)
+        plain = Run(batch=batch, lr=SGD_RATES[batch], tuning=True)
+        tried["SGD"][batch] = rates(plain)
+        tried["LARS"][batch] = rates(replace(plain, kind="lars", lr=LARS_RATES[batch], warmup=WARMUP, exclude=0.01))
+    tried["SGD with warm-up"][large] = rates(Run(batch=large, lr=SGD_RATES[large], warmup=WARMUP, tuning=True))
+    cycles = rates(Run(lr=0.2, schedule="onecycle", epochs=CYCLE_EPOCHS[1], tuning=True))
+    farm.train([*(run for each in tried.values() for runs in each.values() for run in runs), *cycles])
+    for each in tried.values():
+        further(each[large], farm.best(each[large]))
+    farm.train(each[large][end] for each in tried.values() for end in (0, -1))
 
     def found(runs: Sequence[Run]) -> Run:
         return replace(farm.best(runs), tuning=False)
 
     # ---- the trainings themselves ----
-    base = found(tried["sgd"][small])
+    base = found(tried["SGD"][small])
     methods: dict[str, dict[int, Run]] = {
         "SGD, linear scaling": {
             batch: replace(base, batch=batch, lr=base.lr * batch / small) for batch in plan.batches
@@ -224,12 +221,12 @@ def study(farm: Farm, plan: Plan) -> dict[str, Any]:
         "SGD, linear scaling and warm-up": {
             batch: replace(base, batch=batch, lr=base.lr * batch / small, warmup=WARMUP) for batch in plan.batches[1:]
         },
-        "SGD, tuned": {batch: found(runs) for batch, runs in tried["sgd"].items()},
-        "SGD with warm-up, tuned": {batch: found(runs) for batch, runs in tried["sgd warm"].items()},
-        "LARS, tuned": {batch: found(runs) for batch, runs in tried["lars"].items()},
+        "SGD, tuned": {batch: found(runs) for batch, runs in tried["SGD"].items()},
+        "SGD with warm-up, tuned": {batch: found(runs) for batch, runs in tried["SGD with warm-up"].items()},
+        "LARS, tuned": {batch: found(runs) for batch, runs in tried["LARS"].items()},
     }
     lars = methods["LARS, tuned"][large]
-    down = found(steps_down)
+    down = replace(base, schedule="step")
     cycle = found(cycles)
     questions = {
         "biases": {
@@ -251,8 +248,8 @@ def study(farm: Farm, plan: Plan) -> dict[str, Any]:
             for name in ("fp32", "fp16")
         },
     }
-    seeded = [run for each in methods.values() for batch, run in each.items() if batch in (small, large)]
-    seeded += [*questions["growth"].values(), *questions["precision"].values()]
+    seeded = [base, *(runs[large] for runs in methods.values())]
+    seeded += questions["growth"].values()
     runs = [run for each in (*methods.values(), *questions.values()) for run in each.values()]
     farm.train([*(replace(run, seed=seed) for run in seeded for seed in SEEDS), *runs])
     return {"methods": methods, "questions": questions, "tried": tried}
@@ -285,8 +282,9 @@ def sent_bytes(precision: str, ranks: int) -> int:
             capture_output=True,
             text=True,
             timeout=300,
-            check=True,
         )
+    if done.returncode:
+        raise RuntimeError(f"hpcdl train failed: {done.stderr}")
     return int(next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("sent ")))
 
 
@@ -312,6 +310,7 @@ def measured(source: str) -> dict[str, Any]:
     plan = plan_for(len(images.train.labels))
     began = time.perf_counter()
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wire = {f"{name} {ranks}": sent_bytes(name, ranks) for name in ("fp32", "bf16") for ranks in (2, 4)}
     farm = Farm(source, workers)
     found = study(farm, plan)
     index = {run: number for number, run in enumerate(farm.outcomes)}
@@ -324,7 +323,6 @@ def measured(source: str) -> dict[str, Any]:
             return {str(name): numbered(each) for name, each in value.items()}
         return [numbered(each) for each in value] if isinstance(value, list) else value
 
-    wire = {f"{name} {ranks}": sent_bytes(name, ranks) for name in ("fp32", "bf16") for ranks in (2, 4)}
     return {
         "machine": f"{workers} cores, Python {platform.python_version()}, torch {version('torch')}",
         "date": time.strftime("%Y-%m-%d"),

@@ -49,17 +49,21 @@ def best_at(rate: float) -> Any:
     return lambda run: 90 - abs(math.log2(run.lr / rate)) + 0.1 * run.seed
 
 
-def test_a_search_goes_on_behind_the_last_rate(study: ModuleType) -> None:
-    farm = pretended(study, best_at(0.2))()
-    found = study.study(farm, study.plan_for(60000))
-    # From 0.05: 0.025, 0.05, 0.1, and once more 0.2.
-    assert found["methods"]["SGD, tuned"][128].lr == 0.2
-    assert found["methods"]["SGD, linear scaling"][16384].lr == pytest.approx(0.2 * 128)
-    assert found["methods"]["SGD, tuned"][8192].lr == 0.2
-    assert all(run.tuning for runs in found["tried"].values() for each in runs.values() for run in each)
+@pytest.mark.parametrize(("rate", "found"), [(0.1, 0.1), (0.2, 0.2), (0.3, 0.4), (5.0, 0.8)])
+def test_a_search_goes_on_on_the_better_side(study: ModuleType, rate: float, found: float) -> None:
+    farm = pretended(study, best_at(rate))()
+    chosen = study.study(farm, study.plan_for(60000))
+    assert chosen["methods"]["SGD, tuned"][8192].lr == found  # of 0.2 and 0.4, and 0.1 or 0.8
+    assert all(run.tuning for runs in chosen["tried"].values() for each in runs.values() for run in each)
     seeds = {run.seed for run in farm.outcomes if run.kind == "lars" and run.batch == 8192 and not run.tuning}
     assert seeds == {0, 1, 2}
-    assert found["questions"]["growth"]["batch growth"].grow
+    assert chosen["questions"]["growth"]["batch growth"].grow
+
+
+def test_linear_scaling_begins_at_the_small_batch(study: ModuleType) -> None:
+    methods = study.study(pretended(study, best_at(0.05))(), study.plan_for(60000))["methods"]
+    scaled = {batch: run.lr for batch, run in methods["SGD, linear scaling"].items()}
+    assert scaled == pytest.approx({128: 0.05, 1024: 0.4, 8192: 3.2, 16384: 6.4})
 
 
 def test_few_images_bring_smaller_batches(study: ModuleType) -> None:

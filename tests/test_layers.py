@@ -45,6 +45,9 @@ FLOORS = {
     "__main__": 6,
 }
 
+ABOUT_TORCH = ("torch", "compress")
+"""They are of no use without it."""
+
 
 def files() -> Iterator[tuple[Path, str]]:
     """Every file of the package with the part it belongs to; glob would not follow the link to collectives/."""
@@ -94,5 +97,5 @@ def test_imports_go_down_only(file: Path, part: str) -> None:
             assert below is None or FLOORS[below] <= FLOORS[part], f"{file.name} imports upwards: {module}"
         if part == "collectives":
             assert below == part or package in sys.stdlib_module_names, f"{file.name} imports {module}"
-        if part != "torch" and where == "top":
+        if part not in ABOUT_TORCH and where == "top":
             assert package not in ("torch", "cupy"), f"{file.name} imports {package} at its top"

@@ -19,7 +19,7 @@ from hpcdl.torch.objects import (
 from hpcdl.torch.optimizer import DistributedOptimizer
 from hpcdl.torch.parallel import DistributedDataParallel
 from hpcdl.torch.sampler import ExactSampler
-from hpcdl.torch.scaler import GradScaler
+from hpcdl.torch.scaler import Culprit, GradScaler
 from hpcdl.torch.schedules import GradualWarmup, linear_scaled_lr
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "BatchGrowth",
     "Checkpoint",
     "CheckpointError",
+    "Culprit",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "ExactSampler",
