@@ -261,6 +261,21 @@ def test_what_cannot_begin_is_said_once_with_status_2(
         ("--schedule onecycle --low-momentum 0.95", "--low-momentum 0.95 lies above --momentum 0.9"),
         ("--schedule step --epochs 5 --milestones 2,5", "--milestones lie between the first and the last of 5 epochs"),
         ("--schedule step --epochs 1", "--milestones lie between the first and the last of 1 epochs"),
+        ("--density 0.01", "--density is for --compress dgc or topk or randomk"),
+        ("--compress qsgd --density 0.1", "--density is for --compress dgc or topk or randomk, this one is qsgd"),
+        ("--compress dgc --compress-rank 2", "--compress-rank is for --compress powersgd, this one is dgc"),
+        ("--compress topk --compress-warmup 2", "--compress-warmup is for --compress dgc, this one is topk"),
+        ("--compress-warmup 0", "--compress-warmup is for --compress dgc"),
+        ("--exchange flat", "--exchange is for --compress METHOD"),
+        ("--compress topk --wire-dtype float16", "--compress topk brings an exchange of its own: leave out --wire-dty"),
+        ("--compress fp16 --algorithm ring", "--compress fp16 brings an exchange of its own: leave out --algo"),
+        ("--compress qsgd --overlap on", "--compress qsgd reduces gradients behind backward: leave out --overlap on"),
+        ("--compress powersgd --exchange by_node", "--compress powersgd needs whole matrices, --exchange by_node"),
+        ("--compress signsgd --clip-norm 1", "--compress signsgd gives gradients of one length: leave out --clip-norm"),
+        ("--compress dgc --optimizer adam", "--compress dgc steps by SGD and keeps its momentum itself: leave out"),
+        ("--compress dgc --optimizer lars", "--compress dgc steps by SGD and keeps its momentum itself: leave out"),
+        ("--compress dgc --schedule onecycle --low-momentum 0.5", "--compress dgc has one momentum all the time: "),
+        ("--compress dgc --epochs 4 --compress-warmup 4", "--compress-warmup 4 leaves none of 4 epochs at --density"),
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments: str, line: str) -> None:
@@ -297,6 +312,22 @@ def test_what_is_left_open_is_chosen_by_the_data(arguments: str, model: str, lr:
         ("--schedule step --epochs 2", "milestones", (1,)),
         ("--schedule cyclic --lr 0.5", "min_lr", 0.05),
         ("--schedule cyclic --momentum 0.5", "low_momentum", 0.5),
+        ("--compress topk --precision bf16", "wire_dtype", None),
+        ("--compress topk", "exchange", "flat"),
+        ("--compress topk", "density", 0.01),
+        ("--compress dgc", "density", 0.001),
+        ("--compress dgc", "compress_warmup", 4),
+        ("--compress dgc --epochs 9", "compress_warmup", 1),
+        ("--compress dgc --data bible", "compress_warmup", 0),
+        ("--compress dgc --data bible", "optimizer", "sgd"),
+        ("--compress dgc --data bible", "lr", 0.3),
+        ("--compress topk --data bible", "optimizer", "adam"),
+        ("--compress powersgd", "compress_rank", 4),
+        ("--compress qsgd", "density", None),
+        ("--compress signsgd", "lr", 0.05 / 1000),
+        ("--compress signsgd --lr 0.01", "lr", 0.01),
+        ("--compress signsgd --data bible", "lr", 0.003),
+        ("--compress topk", "overlap", "off"),
     ],
 )
 def test_what_is_left_open_follows_from_the_rest(arguments: str, name: str, value: object) -> None:
@@ -313,6 +344,9 @@ def test_what_is_left_open_follows_from_the_rest(arguments: str, name: str, valu
         ("--milestones 0,2", "0 is no whole number from 1 upwards"),
         ("--weight-decay -1", "-1 is no finite number from 0 upwards"),
         ("--clip-norm 0", "0 is no finite number above 0"),
+        ("--compress-warmup -1", "-1 is no whole number from 0 upwards"),
+        ("--compress-rank 0", "0 is no whole number from 1 upwards"),
+        ("--density 2", "2 is no share from 0 to 1, such as"),
     ],
 )
 def test_a_number_out_of_range_is_refused(option: str, why: str) -> None:
@@ -350,6 +384,59 @@ def test_16_bits_between_two_nodes_stay_in_step(data: str, tmp_path: Path, preci
     scale = "steps, 0 of them left out; loss scale 65536;"
     assert (scale in done.stdout) == (precision == "fp16")
     assert all(line.get("loss_scale") == (65536 if precision == "fp16" else None) for line in epochs_of(tmp_path))
+
+
+def test_a_compressed_training_tells_what_it_saves(data: str, tmp_path: Path) -> None:
+    words = "--compress dgc --density 0.01 --compress-warmup 1 --epochs 3 --clip-norm 5 --weight-decay 1e-3 --lr 0.02"
+    run = ["-m", "hpcdl", "train", "--data", data, *words.split(), "--log-dir", str(tmp_path)]
+    done = run_ranks(2, *run, "--checkpoint", str(tmp_path / "checkpoints"), timeout_s=60, env={"HPCDL_NODES": "1+1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, *lines = done.stdout.splitlines()
+    assert "all-reduce compressed by dgc flat (density 0.01, 1 epochs of warm-up), buckets" in header
+    assert "sgd, lr 0.02, momentum 0.9, weight decay 0.001, clipped at 5, seed 0" in header
+    for line in lines[:3]:
+        number = r"[\d.]+"
+        figures = rf"ratio {number}x  error {number}%  residual {number}  compressing {number}%"
+        assert re.search(rf"  communication {number}%  {figures}$", line)
+    assert lines[3].split()[-5:] == ["communication", "ratio", "error", "residual", "compressing"]
+    assert len({len(line) for line in lines[3:7]}) == 1
+    assert "largest difference of a parameter between ranks: 0" in lines[7]
+    assert not [line for line in told(done) if "compression" in line]
+
+    epochs = epochs_of(tmp_path)
+    # A tenth in the first epoch, with an index of 4 bytes and 2 for the value of each; then 1 %.
+    ratios = [float(str(epoch["ratio"])) for epoch in epochs]
+    assert 4 < ratios[0] < 7 < 20 < min(ratios[1:])
+    for epoch in epochs:
+        assert float(str(epoch["error"])) > 0 and float(str(epoch["residual"])) > 0
+        assert 0 < float(str(epoch["compressing"])) < 1
+
+    other = ["--checkpoint", str(tmp_path / "checkpoints"), "--resume", "--density", "0.02"]
+    done = run_ranks(2, *run, *other, timeout_s=60, env={"HPCDL_NODES": "1+1"})
+    (line,) = ours(done.stderr)
+    assert "is of a training with compression dgc flat (density 0.01, 1 epochs of warm-up), this one has dgc" in line
+    assert done.returncode == 2
+
+
+def test_a_compressed_training_that_was_killed_resumes_to_the_same_bits(data: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = "--compress dgc --density 0.02 --compress-warmup 2 --epochs 3 --checkpoint-every 2 --lr 0.02 --resume"
+    run = ["--data", data, *words.split(), "--checkpoint"]  # 7 steps an epoch
+    assert hpcdl_train(2, *run, str(whole)).returncode == 0
+    kill = SABOTAGE.format(step=11, what="os.kill(os.getpid(), 9)")  # the warm-up has 14
+    assert run_ranks(2, "-c", kill, *run, str(killed)).returncode != 0
+    done = hpcdl_train(2, *run, str(killed))
+    assert done.returncode == 0, done.stderr
+    assert any(f"going on from {killed}/checkpoint-" in line and line.endswith("step 10") for line in told(done))
+    assert len(model_files(whole)) == 2 and model_files(killed) == model_files(whole)
+
+
+def test_on_one_node_compression_is_advised_against_once(data: str) -> None:
+    done = hpcdl_train(2, "--data", data, "--epochs", "1", "--compress", "powersgd", "--compress-rank", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = told(done)
+    assert line.startswith(f"{RANK_0} hpcdl: note: all ranks are on one node, where they add up gradients in their sha")
+    assert "compressed by powersgd flat (rank 2)" in done.stdout and "  ratio none  error " in done.stdout
 
 
 def test_a_limit_below_the_batch_is_refused(data: str) -> None:

@@ -1,4 +1,4 @@
-"""What the README and the page on large batches show, runs."""
+"""What the README and the pages on training show, runs."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from mpi4py import MPI
 ROOT = Path(__file__).resolve().parents[2]
 SNIPPETS = [
     pytest.param(path, snippet, id=f"{path.stem}-{number}")
-    for path in (ROOT / "README.md", ROOT / "docs" / "large-batches.md")
+    for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("large-batches", "compression")))
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
 ]
 

@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ import hpcdl
 from hpcdl import data, text, verdict
 from hpcdl.cli.agreed import Refused, agree, begin, complain
 from hpcdl.cli.train_log import Log, plain
-from hpcdl.cli.train_options import LOG_STEPS, MODELS, add_arguments, choose
-from hpcdl.cli.train_report import header, reporting, table
+from hpcdl.cli.train_options import COMPRESSION, LOG_STEPS, MODELS, add_arguments, choose
+from hpcdl.cli.train_report import compressed_by, header, reporting, table
 from hpcdl.data import DataError
 from hpcdl.environment import cores_per_rank
 from hpcdl.errors import HpcdlError
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch import nn
 
+    from hpcdl.compress import Compression, Method
     from hpcdl.preemption import Preemption
+    from hpcdl.torch.parallel import DistributedDataParallel
     from hpcdl.torch.tasks import Task
     from hpcdl.torch.train import Epoch, Trainer
 
@@ -39,6 +42,11 @@ __all__ = ["add_arguments", "run"]
 
 STOPPED = 75
 """EX_TEMPFAIL: try again."""
+
+IN_MEMORY = (
+    "all ranks are on one node, where they add up gradients in their shared memory: there is no wire, and compression "
+    "saves nothing but costs time and precision; leave out --compress, unless to try what it does to the accuracy"
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,6 +176,7 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
     import torch
 
     from hpcdl.torch.growth import BatchGrowth
+    from hpcdl.torch.hooks import has_a_wire
     from hpcdl.torch.recipe import Schedule, optimizer, scheduler
     from hpcdl.torch.schedules import linear_scaled_lr
     from hpcdl.torch.train import Trainer
@@ -197,6 +206,17 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
     settings: dict[str, Any] = {"schedule": str(schedule), "growth": str(growth)}
     if schedule.name != "constant" or schedule.warmup_epochs:  # which holds the rates, also those yet to come
         settings |= {"epochs": arguments.epochs, "lr": lr, "momentum": arguments.momentum}
+    method = compressor(arguments)
+    if method:
+        settings["compression"] = compressed_by(arguments)
+        if arguments.exchange == "by_node":  # what is kept belongs to shares of the buckets
+            settings["bucket cap"] = arguments.bucket_cap_mb
+        if not has_a_wire(comm):
+            logger.info(IN_MEMORY)
+    momentum, weight_decay, clip_norm = arguments.momentum, arguments.weight_decay, arguments.clip_norm
+    if arguments.compress == "dgc":
+        # Which sees to both itself. Without its momentum the decay would be as much weaker than in a plain training.
+        momentum, weight_decay, clip_norm = 0.0, weight_decay / (1 - momentum), None
     trainer = Trainer(
         task,
         model,
@@ -204,8 +224,8 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
             arguments.optimizer,
             model,
             lr=lr,
-            momentum=arguments.momentum,
-            weight_decay=arguments.weight_decay,
+            momentum=momentum,
+            weight_decay=weight_decay,
             exclude_lr=arguments.exclude_lr,
         ),
         comm,
@@ -215,8 +235,9 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
         growth=growth,
         most=most,
         precision=arguments.precision,
-        clip_norm=arguments.clip_norm,
+        clip_norm=clip_norm,
         settings=settings,
+        compression=partial(compress, method, arguments.exchange) if method else None,
         bucket_cap_mb=arguments.bucket_cap_mb,
         first_bucket_mb=min(1.0, arguments.bucket_cap_mb),
         algorithm=arguments.algorithm,
@@ -227,6 +248,29 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
         schedule, trainer.optimizer, epochs=arguments.epochs, updates=trainer.updates, growth=trainer.growth
     )
     return trainer
+
+
+def compressor(arguments: argparse.Namespace) -> Method | None:
+    """What compresses the gradients."""
+    if not arguments.compress:
+        return None
+    from hpcdl.compress import make
+
+    options = {name: getattr(arguments, argument) for argument, name in COMPRESSION[arguments.compress].items()}
+    try:
+        return make(arguments.compress, **{name: value for name, value in options.items() if value is not None})
+    except ValueError as error:
+        raise Refused(f"--compress {arguments.compress}: {error}") from error
+
+
+def compress(method: Method, exchange: str, model: DistributedDataParallel) -> Compression:
+    """Have the method reduce the gradients of the model."""
+    from hpcdl.compress import Compression
+
+    try:
+        return Compression(model, method, exchange=exchange)
+    except ValueError as error:
+        raise Refused(f"--exchange {exchange}: {error}") from error
 
 
 def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
@@ -294,10 +338,9 @@ def follow(
         nonlocal stopped
         on_step(samples)
         if logged and trainer.steps % LOG_STEPS == 0:
-            loss, per_s, communication = trainer.measure()
+            news = trainer.measure()
             if log:
-                epoch = len(trainer.epochs) + 1
-                log.write("train", trainer.steps, epoch, plain(unit, loss, per_s, communication) | state(trainer))
+                log.write("train", trainer.steps, len(trainer.epochs) + 1, plain(unit, news) | state(trainer))
         if stop and stop():
             path = trainer.save(arguments.checkpoint)
             if log:
@@ -312,9 +355,11 @@ def follow(
     for epoch in trainer.train(arguments.epochs, after_step):
         on_epoch(epoch)
         if log:
-            values = plain(unit, epoch.loss, epoch.per_s, epoch.communication)
+            values = plain(unit, epoch)
             values |= {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy, "skipped": epoch.skipped}
             values |= state(trainer) | {"lr": epoch.lr, "batch": epoch.batch}
+            if epoch.compressed:
+                values |= {"error": epoch.compressed.error, "residual": epoch.compressed.residual}
             log.write("epoch", trainer.steps, epoch.number, values)
         if not math.isfinite(epoch.loss):
             break

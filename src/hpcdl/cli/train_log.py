@@ -6,12 +6,18 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcdl.torch.train import Epoch, Measured
 
 
-def plain(unit: str, loss: float, per_s: float, communication: float) -> dict[str, float]:
+def plain(unit: str, what: Epoch | Measured) -> dict[str, float]:
     """What is told of steps and of epochs alike, under its names."""
-    return {"loss": loss, f"{unit}_per_s": per_s, "communication": communication}
+    values = {"loss": what.loss, f"{unit}_per_s": what.per_s, "communication": what.communication}
+    if what.compressed:
+        values |= {"ratio": what.compressed.ratio, "compressing": what.compressed.compressing}
+    return values
 
 
 class Log:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hpcdl.cli.launch import terminal
-from hpcdl.cli.train_options import MODELS
+from hpcdl.cli.train_options import COMPRESSION, MODELS
 
 if TYPE_CHECKING:
-    from hpcdl.torch.train import Epoch, Trainer
+    from hpcdl.torch.train import Compressed, Epoch, Trainer
 
 
 def header(arguments: argparse.Namespace, trainer: Trainer) -> str:
@@ -24,18 +25,29 @@ def header(arguments: argparse.Namespace, trainer: Trainer) -> str:
     ranks, task, model = trainer.comm.size, trainer.task, trainer.model
     parameters = sum(each.numel() for each in model.parameters())
     wire, passes = arguments.wire_dtype, arguments.accumulate
+    sums = f"in {wire} between nodes" if wire else arguments.algorithm
+    if arguments.compress:
+        sums = f"compressed by {compressed_by(arguments)}"
     block = f", block {arguments.block_size}" if MODELS[arguments.model].of == "text" else ""
     decay = f", weight decay {arguments.weight_decay:g}" if arguments.weight_decay else ""
     clip = f", clipped at {arguments.clip_norm:g}" if arguments.clip_norm else ""
     return (
         f"hpcdl train: ranks {ranks}, threads {torch.get_num_threads()}, "
-        f"all-reduce {f'in {wire} between nodes' if wire else arguments.algorithm}, "
+        f"all-reduce {sums}, "
         f"buckets of {arguments.bucket_cap_mb:g} MiB, overlap {'on' if model.reducer.overlap else 'off'}, "
         f"model {arguments.model}, parameters {parameters}, {arguments.precision}, data {task.name} ({task.counts})"
         f"{block}, batch {ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}{growing(arguments)}, "
         f"{arguments.optimizer}, lr {rates(arguments, trainer)}, momentum {arguments.momentum:g}{decay}{clip}, "
         f"seed {arguments.seed}, {library}"
     )
+
+
+def compressed_by(arguments: argparse.Namespace) -> str:
+    """The method, how it is set and the exchange."""
+    names = {"density": "density {:g}", "compress_rank": "rank {}", "compress_warmup": "{} epochs of warm-up"}
+    values = {name: getattr(arguments, name) for name in names if name in COMPRESSION[arguments.compress]}
+    settings = ", ".join(names[name].format(value) for name, value in values.items() if value)
+    return f"{arguments.compress} {arguments.exchange}{f' ({settings})' if settings else ''}"
 
 
 def growing(arguments: argparse.Namespace) -> str:
@@ -63,12 +75,15 @@ def rates(arguments: argparse.Namespace, trainer: Trainer) -> str:
 
 
 COLUMNS = "{:>6}  {:>7}  {:>9}  {:>9}  {:>9}  {:>13}  {:>12}  {:>13}"
+MORE = "  {:>7}  {:>7}  {:>9}  {:>11}"
+"""With compression."""
 
 
 def table(trainer: Trainer) -> str:
     """One line an epoch, under their names."""
     unit = trainer.task.unit
-    lines = [COLUMNS.format("epoch", "batch", "lr", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")]
+    names = COLUMNS.format("epoch", "batch", "lr", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")
+    lines = [names + (MORE.format("ratio", "error", "residual", "compressing") if trainer.compression else "")]
     lines += [
         COLUMNS.format(
             epoch.number,
@@ -80,9 +95,21 @@ def table(trainer: Trainer) -> str:
             f"{epoch.per_s:.0f}",
             f"{epoch.communication:.1%}",
         )
+        + (MORE.format(*shown(epoch.compressed)) if epoch.compressed else "")
         for epoch in trainer.epochs
     ]
     return "\n".join(lines)
+
+
+def shown(compressed: Compressed) -> tuple[str, str, str, str]:
+    """The ratio, the error, the residual and the share of time; where nothing was sent there is no ratio."""
+    ratio, compressing, error, residual = compressed
+    return (
+        f"{ratio:.3g}x" if math.isfinite(ratio) else "none",
+        f"{error:.1%}" if math.isfinite(error) else "none",
+        f"{residual:.3g}",
+        f"{compressing:.1%}",
+    )
 
 
 @contextmanager
@@ -92,10 +119,13 @@ def reporting(
     """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch."""
 
     def line(epoch: Epoch) -> str:
+        compressed = ""
+        if epoch.compressed:
+            compressed = "  ratio {}  error {}  residual {}  compressing {}".format(*shown(epoch.compressed))
         return (
             f"epoch {epoch.number}/{epochs}  loss {epoch.loss:.4f}  test loss {epoch.test_loss:.4f}  "
             f"test accuracy {epoch.accuracy:.2%}  {epoch.per_s:.0f} {trainer.task.unit}/s  "
-            f"communication {epoch.communication:.1%}"
+            f"communication {epoch.communication:.1%}{compressed}"
         )
 
     def nothing(_: object) -> None: ...

@@ -26,6 +26,8 @@ from hpcdl.torch.tasks import Numbers, Task
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcdl.compress import Compression
+
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What the forward and backward passes compute in, where that loses little; None is the model's own type."""
 
@@ -40,6 +42,15 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+class Compressed(NamedTuple):
+    """What compression came to on all ranks together, NaN where there is nothing to tell."""
+
+    ratio: float  # how many times as many bytes a ring all-reduce in float32 would have sent
+    compressing: float  # the share of the ranks' time in which they compressed and decompressed
+    error: float = math.nan  # of the epoch's first exchanged gradient, as a share of that without compression
+    residual: float = math.nan  # the length of what was not sent yet at the epoch's end
+
+
 class Epoch(NamedTuple):
     """What one epoch came to, the same on all ranks; losses are the mean over the labels."""
 
@@ -52,6 +63,7 @@ class Epoch(NamedTuple):
     batch: int  # samples of all ranks in one update
     lr: float  # of its last update
     skipped: int  # updates that were left out for gradients that were not finite
+    compressed: Compressed | None = None
 
 
 class Measured(NamedTuple):
@@ -64,6 +76,7 @@ class Measured(NamedTuple):
     loss: float
     per_s: float
     communication: float
+    compressed: Compressed | None
 
 
 class NotFinite(NamedTuple):
@@ -102,17 +115,20 @@ class Trainer:
         precision: str = "fp32",
         clip_norm: float | None = None,
         settings: dict[str, Any] | None = None,
+        compression: Callable[[DistributedDataParallel], Compression] | None = None,
         **wrapping: Any,
     ) -> None:
         """`batch_size` samples of each rank in each of `accumulate` backward passes; `wrapping` is the wrapper's.
 
         With `growth` the global batch is what that says, in as many passes as leave at most `most` samples to each, or
-        `accumulate`. `settings` is what else must be the same to go on from a checkpoint.
+        `accumulate`. `compression` gives the wrapped model one, whose state is part of a checkpoint. `settings` is what
+        else must be the same to go on from there.
         """
         self.task, self.comm, self.optimizer = task, comm, optimizer
         self.scaler = GradScaler(comm) if precision == "fp16" else None
         # The sum: each rank's loss is divided by the samples of all.
         self.model = _Timed(model, comm, average=False, scaler=self.scaler, **wrapping)
+        self.compression = compression(self.model) if compression else None
         batch = batch_size * accumulate * comm.size
         self.growth = growth or BatchGrowth(batch, (), factor=2, limit=batch)
         self.batch_size, self.seed, self.accumulate, self.most = batch_size, seed, accumulate, most
@@ -122,9 +138,10 @@ class Trainer:
         self.epochs: list[Epoch] = []
         self._more_settings = settings or {}
         # Of this epoch so far: my part of the loss, seconds, of these waited, all samples, those of steps that were
-        # taken, and the steps that were not.
-        self._sums = np.zeros(6)
-        self._told = np.zeros(6)
+        # taken, and the steps that were not; bytes sent, those without compression, and the seconds that it took.
+        self._sums = np.zeros(9)
+        self._told = np.zeros(9)
+        self._error = math.nan
         self._not_finite: int | None = None
 
     # ---- where in the training -----------------------------------------------------------------------------------
@@ -157,6 +174,9 @@ class Trainer:
         task, comm = self.task, self.comm
         while (epoch := len(self.epochs)) < epochs:
             self.model.train()
+            if self.compression:
+                self.compression.method.begin_epoch(epoch)
+                self.compression.look = True
             batch, lr = self.growth.batch(epoch), self.lr
             batches = shares(task.train_count, epoch, seed=self.seed, batch=batch, rank=comm.rank, size=comm.size)
             for mine, total in islice(batches, self.steps - self.updates(epoch), None):
@@ -164,11 +184,13 @@ class Trainer:
                 self.step(mine, total)
                 if on_step(total):
                     return
-            loss, per_s, communication = self._measure(self._sums)
+            loss, per_s, communication, compressed = self._measure(self._sums)
+            if self.compression and compressed:
+                compressed = compressed._replace(error=self._error, residual=self.compression.residual_norm())
             told = evaluate(self.model, task, comm, within=self.autocast)
             skipped = int(self._sums[5])
-            self.epochs.append(Epoch(epoch + 1, loss, *told, per_s, communication, batch, lr, skipped))
-            self._sums, self._told = np.zeros(6), np.zeros(6)
+            self.epochs.append(Epoch(epoch + 1, loss, *told, per_s, communication, batch, lr, skipped, compressed))
+            self._sums, self._told, self._error = np.zeros(9), np.zeros(9), math.nan
             yield self.epochs[-1]
 
     def step(self, mine: Numbers, total: int) -> None:
@@ -193,7 +215,16 @@ class Trainer:
             self._not_finite = self.steps
         samples = total if taken else 0
         spent = perf_counter() - began, self.model.waited_s - waited_s
-        self._sums += loss * total if taken else 0.0, *spent, total, samples, not taken
+        self._sums += loss * total if taken else 0.0, *spent, total, samples, not taken, *self._compressed()
+
+    def _compressed(self) -> tuple[float, float, float]:
+        """The bytes sent and those without compression, and the seconds it took, since it was last asked."""
+        if not self.compression:
+            return 0.0, 0.0, 0.0
+        told = self.compression.told()
+        if not math.isnan(told.error):
+            self._error = told.error
+        return told.sent_bytes, told.dense_bytes, told.seconds - told.exchange_seconds
 
     def _update(self) -> bool:
         """Change the parameters by the gradients, which all ranks have alike; was it done?"""
@@ -225,10 +256,14 @@ class Trainer:
         return self._measure(news)
 
     def _measure(self, sums: NDArray[np.float64]) -> Measured:
-        loss, seconds, waited_s, samples, counted, _ = hpcdl.allreduce(sums.copy(), self.comm, op="sum").tolist()
+        total = hpcdl.allreduce(sums.copy(), self.comm, op="sum").tolist()
+        loss, seconds, waited_s, samples, counted, _, sent, without, compressing_s = total
         size = self.comm.size  # every rank has counted all samples
         mean = loss * size / counted if counted else math.nan
-        return Measured(mean, samples / size * self.task.labels / seconds, waited_s / seconds)
+        compressed = None
+        if self.compression:
+            compressed = Compressed(without / sent if sent else math.nan, compressing_s / seconds)
+        return Measured(mean, samples / size * self.task.labels / seconds, waited_s / seconds, compressed)
 
     def first_not_finite(self) -> NotFinite | None:
         """The first step of which a rank's loss was not finite; a collective call."""
@@ -248,6 +283,7 @@ class Trainer:
             "seed": self.seed,
             "optimizer": type(self.optimizer).__name__,
             "precision": self.precision,
+            "compression": self.compression and self.compression.method.name,
             **self._more_settings,
         }
 
@@ -267,7 +303,13 @@ class Trainer:
             folder,
             step=self.steps,
             sampler=self._settings,
-            extra={"epochs": [list(each) for each in self.epochs], "sums": self._sums.tolist()},
+            extra={
+                # As plain lists, which a checkpoint can hold.
+                "epochs": [[*each[:-1], each.compressed and [*each.compressed]] for each in self.epochs],
+                "sums": self._sums.tolist(),
+                "error": self._error,
+                "compression": self.compression and self.compression.state_dict(),
+            },
             **self._parts,
         )
 
@@ -275,8 +317,8 @@ class Trainer:
         """Go to where the newest whole checkpoint was, None if there is none; a collective call.
 
         CheckpointError, on all ranks: it was saved by another number of ranks, of another model, data, batch, seed,
-        precision or kind of optimiser, or is of other `settings`. The rate, the momentum and the decay are for whoever
-        resumes to choose, unless a schedule has them.
+        precision, compression or kind of optimiser, or is of other `settings`. The rate, the momentum and the decay are
+        for whoever resumes to choose, unless a schedule has them.
         """
         chosen = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         checkpoint = load_checkpoint(folder, **self._parts)
@@ -289,9 +331,15 @@ class Trainer:
             for group, mine in zip(self.optimizer.param_groups, chosen, strict=True):
                 group.update(mine)
         self.steps = checkpoint.step
-        self.epochs = [Epoch(*each) for each in checkpoint.extra["epochs"]]
-        self._sums = np.array(checkpoint.extra["sums"])
+        extra = checkpoint.extra
+        epochs = [Epoch(*each) for each in extra["epochs"]]
+        self.epochs = [each._replace(compressed=each.compressed and Compressed(*each.compressed)) for each in epochs]
+        self._sums = np.zeros(9)
+        self._sums[: len(extra["sums"])] = extra["sums"]  # fewer in a checkpoint of an earlier version
         self._told = self._sums.copy()
+        if self.compression:
+            self._error = extra["error"]
+            self.compression.load_state_dict(extra["compression"])
         return checkpoint
 
 
