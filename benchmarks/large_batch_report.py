@@ -146,8 +146,8 @@ class Report:
                 f"{numbers['machine']}, {numbers['date']}; {len(runs)} trainings of one core each in "
                 f"{numbers['minutes']:.1f} minutes. Accuracies are of the test images, in %: means with the standard "
                 "deviation over three seeds, or of one. 10,000 test images alone bring a standard error of 0.3. Rates "
-                "were chosen on a sixth of the training images, seed 0, for each method and batch: from two, the second "
-                f"twice the first, and at {self.large:,} a third on the better one's side.",
+                "were chosen on a sixth of the training images, seed 0, for each method and batch: from two, the "
+                f"second twice the first, and at {self.large:,} a third on the better one's side.",
                 120,
             ),
             bars,
