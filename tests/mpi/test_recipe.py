@@ -277,3 +277,26 @@ def test_the_scale_comes_back_with_a_checkpoint(comm: MPI.Intracomm, tmp_path: P
     list(resumed.train(2))
     assert resumed.scaler is not None and resumed.scaler.get_scale() == 32768
     assert torch.equal(parameters(resumed), parameters(whole))
+
+
+@pytest.mark.ranks(2)
+def test_lars_sees_the_gradient_in_its_true_size(comm: MPI.Intracomm) -> None:
+    from hpcdl.torch import LARS, DistributedDataParallel, GradScaler
+
+    ends = []
+    for scaler in (None, GradScaler(comm, init_scale=2.0**16)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(8, 4), comm, scaler=scaler)
+        # With decay the ratio would be another for a gradient of another size.
+        lars = LARS(model.parameters(), lr=1.0, weight_decay=0.5)
+        for step in range(3):
+            lars.zero_grad()
+            loss = model(torch.full((2, 8), comm.rank + step + 1.0)).square().sum()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.step(lars)
+                scaler.update()
+            else:
+                lars.step()
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.equal(*ends) and bool(ends[0].isfinite().all())
