@@ -253,7 +253,8 @@ def owners(method: Method, comm: MPI.Intracomm, key: str) -> Tensor:
 def test_no_rank_keeps_what_is_lost_of_another_ones_part(comm: MPI.Intracomm, make: Make) -> None:
     method = make()
     reduced(method, Wire(comm), ["a"])
-    assert owners(method, comm, "a").max() == 1
+    # One rank's two values a column are encoded again as they are: nothing need be lost there.
+    assert owners(method, comm, "a").max() == 1 or comm.size == 1
 
 
 @pytest.mark.ranks(2, 3)
