@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from mpi4py import MPI
-
-from hpcdl import settings
+from pretended import on_nodes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -35,16 +33,6 @@ def wire(comm: MPI.Intracomm) -> Iterator[Wire]:
     own = Wire(comm)
     yield own
     own.close()
-
-
-@contextmanager
-def on_nodes(comm: MPI.Intracomm, nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Intracomm]:
-    """A duplicate whose ranks, and all communicators made meanwhile, seem to be on such nodes."""
-    with monkeypatch.context() as patch:
-        patch.setattr(settings, "NODES", nodes)
-        duplicate = comm.Dup()
-        yield duplicate
-        duplicate.Free()
 
 
 def integers(shape: tuple[int, ...], step: int, rank: int) -> Tensor:

@@ -262,7 +262,7 @@ def test_where_a_training_first_went_wrong_is_told(comm: MPI.Intracomm) -> None:
     ready = trainer(noise(72), comm)
     with inf_at(ready, {2: 1}):
         list(ready.train(1))
-    assert ready.first_not_finite() == (3, 1)
+    assert ready.first_not_finite() == (3, 1, "1.weight")
 
 
 @pytest.mark.ranks(2)

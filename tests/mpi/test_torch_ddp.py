@@ -7,14 +7,15 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from pretended import on_nodes
 
 import hpcdl
 from hpcdl import settings
@@ -79,16 +80,6 @@ def assert_close(ours: nn.Module, alone: nn.Module) -> None:
     """To 10 digits: float64 has 16, and some steps lose a few."""
     for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12), name
-
-
-@contextmanager
-def on_nodes(comm: MPI.Intracomm, nodes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Intracomm]:
-    """A duplicate whose ranks, and all communicators made meanwhile, seem to be on such nodes."""
-    with monkeypatch.context() as patch:
-        patch.setattr(settings, "NODES", nodes)
-        duplicate = comm.Dup()
-        yield duplicate
-        duplicate.Free()
 
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]

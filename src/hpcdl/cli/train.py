@@ -381,6 +381,7 @@ def judge(trainer: Trainer, spread: float, target: float | None) -> str | None:
         if where is None:  # no step was taken at all
             return f"all {last.skipped} steps of epoch {last.number} were left out, as their gradients were not finite"
         first = f"first at step {where.step} on rank {where.rank}"
+        first += f" with the gradient of {where.parameter}" if where.parameter else ""
         return f"the training diverged in epoch {last.number} (loss {last.loss:g}, {first}): try a smaller --lr"
     if not math.isfinite(spread):
         return f"after epoch {last.number} some parameters are not finite: try a smaller --lr"

@@ -20,7 +20,7 @@ from hpcdl.data import part, shares
 from hpcdl.torch.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from hpcdl.torch.growth import BatchGrowth, split
 from hpcdl.torch.parallel import DistributedDataParallel
-from hpcdl.torch.scaler import GradScaler
+from hpcdl.torch.scaler import GradScaler, is_finite
 from hpcdl.torch.tasks import Numbers, Task
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class NotFinite(NamedTuple):
 
     step: int  # from 1
     rank: int
+    parameter: str | None  # the first one whose gradient was not finite then, as summed over the ranks
 
 
 class _Timed(DistributedDataParallel):
@@ -142,7 +143,7 @@ class Trainer:
         self._sums = np.zeros(9)
         self._told = np.zeros(9)
         self._error = math.nan
-        self._not_finite: int | None = None
+        self._not_finite: tuple[int, str | None] | None = None
 
     # ---- where in the training -----------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class Trainer:
         taken = self._update()
         self.steps += 1
         if taken and not math.isfinite(loss) and self._not_finite is None:
-            self._not_finite = self.steps
+            self._not_finite = self.steps, self._first_spoilt()
         samples = total if taken else 0
         spent = perf_counter() - began, self.model.waited_s - waited_s
         self._sums += loss * total if taken else 0.0, *spent, total, samples, not taken, *self._compressed()
@@ -267,9 +268,13 @@ class Trainer:
 
     def first_not_finite(self) -> NotFinite | None:
         """The first step of which a rank's loss was not finite; a collective call."""
-        steps = self.comm.allgather(self._not_finite)
-        found = [NotFinite(step, rank) for rank, step in enumerate(steps) if step is not None]
-        return min(found, default=None)
+        every = self.comm.allgather(self._not_finite)
+        found = [NotFinite(each[0], rank, each[1]) for rank, each in enumerate(every) if each is not None]
+        return min(found, key=lambda each: each[:2], default=None)
+
+    def _first_spoilt(self) -> str | None:
+        named = self.model.module.named_parameters()
+        return next((name for name, each in named if each.grad is not None and not is_finite(each.grad)), None)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -334,8 +339,7 @@ class Trainer:
         extra = checkpoint.extra
         epochs = [Epoch(*each) for each in extra["epochs"]]
         self.epochs = [each._replace(compressed=each.compressed and Compressed(*each.compressed)) for each in epochs]
-        self._sums = np.zeros(9)
-        self._sums[: len(extra["sums"])] = extra["sums"]  # fewer in a checkpoint of an earlier version
+        self._sums = np.array(extra["sums"])
         self._told = self._sums.copy()
         if self.compression:
             self._error = extra["error"]
