@@ -44,9 +44,9 @@ def cnn() -> nn.Module:
 MODELS = {"mlp": mlp, "cnn": cnn}
 
 
-def stepper(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
+def stepper(model: nn.Module, images: Tensor, labels: Tensor, momentum: float = 0.9) -> Callable[[], None]:
     """One step of SGD with momentum."""
-    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
 
     def step() -> None:
         optimiser.zero_grad()

@@ -1,5 +1,6 @@
 """Training on several ranks is training on one with the same global batches."""
 
+import itertools
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,16 @@ def test_communication_is_what_backward_waits_for_behind_its_own_work(comm: MPI.
     (epoch,) = ready.train(1)
     # Rank 0 waits for all of the time that rank 1 sleeps, and rank 1 for nobody: half of it, and a bit less.
     assert 0.25 < epoch.communication < 0.6
+
+
+@pytest.mark.ranks(1, 3)
+def test_the_rate_is_of_all_ranks_together(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr("hpcdl.torch.train.perf_counter", lambda: float(next(seconds)))
+    ready = trainer(noise(60), comm, batch_size=12 // comm.size)
+    (epoch,) = ready.train(1)
+    # Between the beginning of a step and its end the clock is read twice: 3 s for each of 5 steps.
+    assert epoch.per_s == 4
 
 
 @pytest.mark.ranks(3)

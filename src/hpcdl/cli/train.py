@@ -21,7 +21,7 @@ from hpcdl import data, text, verdict
 from hpcdl.cli.agreed import Refused, agree, begin, complain
 from hpcdl.cli.train_log import Log, plain
 from hpcdl.cli.train_options import COMPRESSION, LOG_STEPS, MODELS, add_arguments, choose
-from hpcdl.cli.train_report import compressed_by, header, reporting, table
+from hpcdl.cli.train_report import compressed_by, header, pays, reporting, table
 from hpcdl.data import DataError
 from hpcdl.environment import cores_per_rank
 from hpcdl.errors import HpcdlError
@@ -98,6 +98,8 @@ def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption |
 
     if first:
         print(table(trainer))
+        if saves := pays(trainer):
+            print(saves)
         seconds = perf_counter() - began
         left_out = sum(epoch.skipped for epoch in trainer.epochs)
         scale = f", {left_out} of them left out; loss scale {trainer.scaler.get_scale():g}" if trainer.scaler else ""
@@ -359,7 +361,8 @@ def follow(
             values |= {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy, "skipped": epoch.skipped}
             values |= state(trainer) | {"lr": epoch.lr, "batch": epoch.batch}
             if epoch.compressed:
-                values |= {"error": epoch.compressed.error, "residual": epoch.compressed.residual}
+                told = epoch.compressed
+                values |= {"error": told.error, "residual": told.residual, "plain_reduction_s": told.plain_s}
             log.write("epoch", trainer.steps, epoch.number, values)
         if not math.isfinite(epoch.loss):
             break

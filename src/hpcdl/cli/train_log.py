@@ -16,7 +16,8 @@ def plain(unit: str, what: Epoch | Measured) -> dict[str, float]:
     """What is told of steps and of epochs alike, under its names."""
     values = {"loss": what.loss, f"{unit}_per_s": what.per_s, "communication": what.communication}
     if what.compressed:
-        values |= {"ratio": what.compressed.ratio, "compressing": what.compressed.compressing}
+        told = what.compressed
+        values |= {"ratio": told.ratio, "compressing": told.compressing, "reduction_s": told.reduction_s}
     return values
 
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING
 
 from hpcdl.cli.launch import terminal
@@ -103,13 +104,28 @@ def table(trainer: Trainer) -> str:
 
 def shown(compressed: Compressed) -> tuple[str, str, str, str]:
     """The ratio, the error, the residual and the share of time; where nothing was sent there is no ratio."""
-    ratio, compressing, error, residual = compressed
     return (
-        f"{ratio:.3g}x" if math.isfinite(ratio) else "none",
-        f"{error:.1%}" if math.isfinite(error) else "none",
-        f"{residual:.3g}",
-        f"{compressing:.1%}",
+        f"{compressed.ratio:.3g}x" if math.isfinite(compressed.ratio) else "none",
+        f"{compressed.error:.1%}" if math.isfinite(compressed.error) else "none",
+        f"{compressed.residual:.3g}",
+        f"{compressed.compressing:.1%}",
     )
+
+
+def pays(trainer: Trainer) -> str | None:
+    """Does compression save time here? By what it took, and what the gradient takes as it is; None: not compressed."""
+    told = [epoch.compressed for epoch in trainer.epochs if epoch.compressed]
+    # The first sum of its kind takes longer than the others.
+    plain = [each.plain_s for each in told if math.isfinite(each.plain_s)]
+    plain, took = plain[1:] or plain, [each.reduction_s for each in told if math.isfinite(each.reduction_s)]
+    if not plain or not took:
+        return None
+    ours, theirs = 1e3 * median(took), 1e3 * median(plain)
+    if ours < theirs:
+        so = f"it saves {theirs - ours:.3g} ms a step"
+    else:
+        so = "it costs more time than it saves here, so leave out --compress"
+    return f"compression takes {ours:.3g} ms a step, to add up the whole gradient would take {theirs:.3g} ms: {so}"
 
 
 @contextmanager

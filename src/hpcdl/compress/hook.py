@@ -32,10 +32,12 @@ class Told:
     dense_bytes: float = 0.0
     """What a ring all-reduce of float32 would have sent; with by_node of this rank's share, between the nodes."""
     seconds: float = 0.0
-    """In all, the exchange included."""
+    """In all, the exchange included, but not the waiting for later ranks before it (with a scaler that is in it)."""
     exchange_seconds: float = 0.0
     error: float = math.nan
     """|exchanged - exact| / |exact| of the last gradient that was looked at."""
+    plain_seconds: float = math.nan
+    """How long the exact sum took that it was compared with."""
 
 
 class Compression:
@@ -74,7 +76,8 @@ class Compression:
         self.wire = Wire(comm)
         self.look = False
         """Compare the next reduction with the exact sum, which costs a dense all-reduce; on all ranks alike."""
-        self._told, self._looked, self._shorten, self._spoilt = Told(), [0.0, 0.0], 1.0, False
+        self._told, self._looked, self._shorten, self._spoilt = Told(), [0.0, 0.0, 0.0], 1.0, False
+        self._late_s = 0.0
         ddp.register_comm_hook(self, Compression.reduce)
 
     # ---- one bucket ----------------------------------------------------------------------------------------------
@@ -86,6 +89,7 @@ class Compression:
         scale = self._reducer.scaler.get_scale() if self._reducer.scaler else 1.0
         if bucket.index() == 0:
             self._begin(scale)
+            began += self._late_s
         if self._spoilt and buffer.is_floating_point():
             for gradient in bucket.gradients():  # not the gaps between them, which stay zeros
                 gradient.fill_(math.nan)
@@ -99,6 +103,7 @@ class Compression:
         exact, between = None, perf_counter()
         if self.look:
             exact = hpcdl.allreduce(buffer.clone(), all_ranks)
+            self._looked[2] += perf_counter() - between
             began += perf_counter() - between  # which is not the compression's
             between = perf_counter()
         if self._inside is None:
@@ -129,7 +134,7 @@ class Compression:
 
     def _begin(self, scale: float) -> None:
         """All gradients are there, none is reduced yet."""
-        self._looked, self._shorten, self._spoilt = [0.0, 0.0], 1.0, not self._is_finite()
+        self._looked, self._shorten, self._spoilt = [0.0, 0.0, 0.0], 1.0, not self._is_finite()
         if self.method.clip_norm is not None:
             size = self._reducer.comm.size
             flats = [each.flat for each in self._reducer.buckets if _is_compressed(each.flat)]
@@ -143,7 +148,7 @@ class Compression:
             return
         self._told.steps += 1
         if self.look and not self._spoilt:  # else the next one is looked at
-            error, norm = self._looked
+            error, norm, self._told.plain_seconds = self._looked
             self._told.error = math.sqrt(error / norm) if norm else 0.0
             self.look = False
 
@@ -156,7 +161,7 @@ class Compression:
         bad = any(not math.isfinite(each.sum().item()) and not bool(each.isfinite().all()) for each in flats)
         flag, began = torch.tensor([float(bad)]), perf_counter()
         hpcdl.allreduce(flag, self._reducer.comm, op="max")
-        self.wire.seconds += perf_counter() - began  # here a rank waits for those that are slower
+        self._late_s = perf_counter() - began
         return not bool(flag)
 
     # ---- what came of it -----------------------------------------------------------------------------------------

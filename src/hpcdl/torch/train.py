@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What the forward and backward passes compute in, where that loses little; None is the model's own type."""
+SUMS = 11
+"""How many numbers a trainer adds up in an epoch."""
 
 
 class Scheduler(Protocol):
@@ -47,8 +49,10 @@ class Compressed(NamedTuple):
 
     ratio: float  # how many times as many bytes a ring all-reduce in float32 would have sent
     compressing: float  # the share of the ranks' time in which they compressed and decompressed
+    reduction_s: float  # of a step: to compress, to exchange and to decompress
     error: float = math.nan  # of the epoch's first exchanged gradient, as a share of that without compression
     residual: float = math.nan  # the length of what was not sent yet at the epoch's end
+    plain_s: float = math.nan  # what the epoch's first gradient took to be added up without compression
 
 
 class Epoch(NamedTuple):
@@ -139,10 +143,11 @@ class Trainer:
         self.epochs: list[Epoch] = []
         self._more_settings = settings or {}
         # Of this epoch so far: my part of the loss, seconds, of these waited, all samples, those of steps that were
-        # taken, and the steps that were not; bytes sent, those without compression, and the seconds that it took.
-        self._sums = np.zeros(9)
-        self._told = np.zeros(9)
-        self._error = math.nan
+        # taken, and the steps that were not; bytes sent, those without compression, seconds in which it compressed, in
+        # which it reduced, and the steps of that.
+        self._sums = np.zeros(SUMS)
+        self._told = np.zeros(SUMS)
+        self._looked = math.nan, math.nan  # the last error, and the seconds of the exact sum
         self._not_finite: tuple[int, str | None] | None = None
 
     # ---- where in the training -----------------------------------------------------------------------------------
@@ -187,11 +192,15 @@ class Trainer:
                     return
             loss, per_s, communication, compressed = self._measure(self._sums)
             if self.compression and compressed:
-                compressed = compressed._replace(error=self._error, residual=self.compression.residual_norm())
+                compressed = compressed._replace(
+                    error=self._looked[0],
+                    residual=self.compression.residual_norm(),
+                    plain_s=float(hpcdl.allreduce(np.array(self._looked[1:]), comm, op="mean")[0]),
+                )
             told = evaluate(self.model, task, comm, within=self.autocast)
             skipped = int(self._sums[5])
             self.epochs.append(Epoch(epoch + 1, loss, *told, per_s, communication, batch, lr, skipped, compressed))
-            self._sums, self._told, self._error = np.zeros(9), np.zeros(9), math.nan
+            self._sums, self._told, self._looked = np.zeros(SUMS), np.zeros(SUMS), (math.nan, math.nan)
             yield self.epochs[-1]
 
     def step(self, mine: Numbers, total: int) -> None:
@@ -218,14 +227,14 @@ class Trainer:
         spent = perf_counter() - began, self.model.waited_s - waited_s
         self._sums += loss * total if taken else 0.0, *spent, total, samples, not taken, *self._compressed()
 
-    def _compressed(self) -> tuple[float, float, float]:
-        """The bytes sent and those without compression, and the seconds it took, since it was last asked."""
+    def _compressed(self) -> tuple[float, ...]:
+        """What compression has added to the last five of the sums since it was last asked."""
         if not self.compression:
-            return 0.0, 0.0, 0.0
+            return (0.0,) * 5
         told = self.compression.told()
         if not math.isnan(told.error):
-            self._error = told.error
-        return told.sent_bytes, told.dense_bytes, told.seconds - told.exchange_seconds
+            self._looked = told.error, told.plain_seconds
+        return told.sent_bytes, told.dense_bytes, told.seconds - told.exchange_seconds, told.seconds, told.steps
 
     def _update(self) -> bool:
         """Change the parameters by the gradients, which all ranks have alike; was it done?"""
@@ -258,13 +267,14 @@ class Trainer:
 
     def _measure(self, sums: NDArray[np.float64]) -> Measured:
         total = hpcdl.allreduce(sums.copy(), self.comm, op="sum").tolist()
-        loss, seconds, waited_s, samples, counted, _, sent, without, compressing_s = total
-        size = self.comm.size  # every rank has counted all samples
-        mean = loss * size / counted if counted else math.nan
+        loss, seconds, waited_s, samples, counted, _, sent, without, compressing_s, reducing_s, reduced = total
+        mean = loss * self.comm.size / counted if counted else math.nan
         compressed = None
         if self.compression:
-            compressed = Compressed(without / sent if sent else math.nan, compressing_s / seconds)
-        return Measured(mean, samples / size * self.task.labels / seconds, waited_s / seconds, compressed)
+            ratio = without / sent if sent else math.nan
+            compressed = Compressed(ratio, compressing_s / seconds, reducing_s / reduced if reduced else math.nan)
+        # All ranks have counted all samples, and each its seconds.
+        return Measured(mean, samples * self.task.labels / seconds, waited_s / seconds, compressed)
 
     def first_not_finite(self) -> NotFinite | None:
         """The first step of which a rank's loss was not finite; a collective call."""
@@ -312,7 +322,7 @@ class Trainer:
                 # As plain lists, which a checkpoint can hold.
                 "epochs": [[*each[:-1], each.compressed and [*each.compressed]] for each in self.epochs],
                 "sums": self._sums.tolist(),
-                "error": self._error,
+                "looked": list(self._looked),
                 "compression": self.compression and self.compression.state_dict(),
             },
             **self._parts,
@@ -342,7 +352,7 @@ class Trainer:
         self._sums = np.array(extra["sums"])
         self._told = self._sums.copy()
         if self.compression:
-            self._error = extra["error"]
+            self._looked = tuple(extra["looked"])
             self.compression.load_state_dict(extra["compression"])
         return checkpoint
 
