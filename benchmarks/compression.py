@@ -46,7 +46,7 @@ class Course:
     epochs: int
 
 
-COURSES = {"images": Course(128, 12), "text": Course(4, 8)}
+COURSES = {"images": Course(64, 12), "text": Course(1, 8)}
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,17 @@ class Run:
 
 # Of each method the rate that was the best one of those searched with --search.
 IMAGES = (
-    Run("images", "dense", 0.05),
-    Run("images", DGC, 0.05),
+    Run("images", "dense", 0.1),
+    Run("images", DGC, 0.1),
+    Run("images", "topk", 0.1),
+    Run("images", "onebit", 0.05),
+    Run("images", "qsgd", 0.1),
+    Run("images", "terngrad", 0.1),
+    Run("images", "powersgd", 0.1),
+    Run("images", "fp16", 0.1),
+    Run("images", "bf16", 0.1),
+    Run("images", "randomk", 0.0125),
+    Run("images", "signsgd", 0.0002),
 )
 TEXT = (
     Run("text", "dense", 0.1),
