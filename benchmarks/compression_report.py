@@ -176,7 +176,8 @@ def described(task: str, course: Numbers) -> str:
         "images": "An MLP 784-128-10 on Fashion-MNIST",
         "text": "A transformer (2 layers, width 64, 112,000 parameters) on 200,000 characters of the King James Bible",
     }[task]
-    return f"{what}, {course['epochs']} epochs, batches of 4 x {course['batch']}, SGD with momentum 0.9:"
+    clipped = ", gradients clipped at a norm of 0.5" if task == "text" else ""
+    return f"{what}, {course['epochs']} epochs, batches of 4 x {course['batch']}, SGD with momentum 0.9{clipped}:"
 
 
 def spread(values: Sequence[float], form: str) -> str:
