@@ -31,7 +31,7 @@ else ifeq ($(filter mpich impi,$(MPI)),)
   $(error MPI is mpich, openmpi or impi, not $(MPI))
 endif
 
-.PHONY: help venv run test test-gpu cluster-test check format bench large-batch clean
+.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets and variables
@@ -91,6 +91,9 @@ bench: ## measure the standard set, half an hour, and write benchmarks/RESULTS.m
 
 large-batch: $(READY) ## train with large batches, LARS and 16 bits, a quarter of an hour, and write benchmarks/large-batch.md
 	$(PYTHON) benchmarks/large_batch.py $(ARGS)
+
+compression: $(READY) ## train with each method of compression, a quarter of an hour, and write benchmarks/compression.md
+	$(PYTHON) benchmarks/compression.py $(ARGS)
 
 clean: ## remove caches and build products; the environments .venv* stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

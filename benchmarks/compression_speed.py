@@ -36,7 +36,7 @@ DENSE = "ring"
 
 
 class Paced(Wire):
-    """Has the ranks begin an exchange together when asked to, so that its time is its own and not that of late ranks."""
+    """Has the ranks begin an exchange together when asked to, so that its time has no waiting for late ranks in it."""
 
     paced, alone = False, 0.0
 
