@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 torch = ["torch>=2.3"]
 plot = ["matplotlib>=3.7"]
 log = ["tensorboardX>=2.6"]
-test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "allpairspy>=2.5", *plot, *log]
+test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", *plot, *log]
 
 setup(
     name="hpcdl",

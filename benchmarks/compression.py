@@ -105,13 +105,18 @@ def task_of(run: Run) -> Any:
     from hpcdl.torch.tasks import image_task, text_task
 
     if run.task == "images":
-        images = data.load("fashion")
+        images = data.load(source())
         if run.search:
             images = data.ImageSet(images.name, *data.hold_out(images.train, HELD_OUT))
         return image_task(images)
     bible, tenth = text.load("bible", block_size=BLOCK_SIZE), CHARACTERS // 10
     test = bible.train[CHARACTERS : CHARACTERS + tenth] if run.search else bible.test[:tenth]
     return text_task(bible._replace(train=bible.train[:CHARACTERS], test=test), BLOCK_SIZE)
+
+
+def source() -> str:
+    """The images that are installed."""
+    return "fashion" if data.FASHION.is_dir() else "mnist5k"
 
 
 def trained(run: Run, task: Any) -> Outcome:
@@ -259,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="write the report anew from compression.json")
     parser.add_argument("--only", choices=("accuracy", "speed"), help="measure this anew, and keep the other")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="train with these anew, and keep the others")
     parser.add_argument(
         "--search", nargs="+", metavar="METHOD", help="try half and twice the rates of images (text: --task) instead"
     )
@@ -277,10 +283,15 @@ def main() -> None:
     numbers = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if not arguments.report:
         spent, began = numbers.setdefault("seconds", {}), time.perf_counter()
-        if arguments.only != "speed":
+        numbers["images"] = source()
+        if arguments.methods:
+            anew = accuracy(arguments.methods)
+            kept = {(run["task"], run["method"]): run for run in (*numbers["runs"], *anew["runs"])}
+            numbers |= anew | {"runs": list(kept.values())}
+        elif arguments.only != "speed":
             numbers |= accuracy()
             spent["accuracy"] = time.perf_counter() - began
-        if arguments.only != "accuracy":
+        if arguments.only != "accuracy" and not arguments.methods:
             began = time.perf_counter()
             problem = missing()
             if problem:
@@ -295,16 +306,16 @@ def main() -> None:
     write(numbers, HERE)
 
 
-def accuracy() -> dict[str, Any]:
-    """All trainings, as what JSON can hold."""
-    chosen = [*IMAGES]
+def accuracy(methods: Sequence[str] = ()) -> dict[str, Any]:
+    """The trainings, all or those by some methods, as what JSON can hold."""
+    chosen = list(IMAGES)
     try:
         text.load("bible", block_size=BLOCK_SIZE)
     except data.DataError as error:
         print(f"no text is trained on: {error}")
     else:
         chosen += TEXT
-    first, *rest = trainings(chosen)
+    first, *rest = trainings([run for run in chosen if not methods or run.method in methods])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         **first,

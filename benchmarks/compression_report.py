@@ -137,11 +137,11 @@ class Report:
             f"Four ranks on {numbers['machine']}, MPICH, {numbers['date']}; {minutes:.1f} minutes.",
             table(("to reach", "measured", ""), verdicts),
             "## Accuracy",
-            described("images", courses["images"]),
+            described(f"An MLP 784-128-10 on {NAMES[numbers['images']]}", courses["images"]),
             self.trainings("images"),
         ]
         if self.runs("text"):
-            parts += [described("text", courses["text"]), self.trainings("text")]
+            parts += [described(TEXT, courses["text"], ", gradients clipped at a norm of 0.5"), self.trainings("text")]
         parts += [COLUMNS, papers]
         if self.speed:
             parts += ["## Time of a step", NETWORK]
@@ -152,6 +152,8 @@ class Report:
         return "\n\n".join([*parts, reading]) + "\n"
 
 
+NAMES = {"fashion": "Fashion-MNIST", "mnist5k": "5,000 digits of MNIST"}
+TEXT = "A transformer (2 layers, width 64, 112,000 parameters) on 120,000 characters of the King James Bible"
 COLUMNS = """Rates fall to 0 with the square of what is left of the training, behind one epoch in which they rise.
 "fewer bytes" is how many times the bytes of a ring all-reduce in float32 are those that the ranks have sent, in the
 last epoch, as the executor counted them. "error" is how far that epoch's first exchanged gradient was from the exact
@@ -164,14 +166,9 @@ turns in the same ranks; medians of the slowest rank's times. "exchange alone" i
 the ranks wait for each other ahead of every exchange; ring is the dense all-reduce."""
 
 
-def described(task: str, course: Numbers) -> str:
+def described(what: str, course: Numbers, more: str = "") -> str:
     """What was learnt."""
-    what = {
-        "images": "An MLP 784-128-10 on Fashion-MNIST",
-        "text": "A transformer (2 layers, width 64, 112,000 parameters) on 120,000 characters of the King James Bible",
-    }[task]
-    clipped = ", gradients clipped at a norm of 0.5" if task == "text" else ""
-    return f"{what}, {course['epochs']} epochs, batches of 4 x {course['batch']}, SGD with momentum 0.9{clipped}:"
+    return f"{what}, {course['epochs']} epochs, batches of 4 x {course['batch']}, SGD with momentum 0.9{more}:"
 
 
 def times(ratio: float) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations, product
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +55,31 @@ def makes_sense(dtype: str, op: str, layout: str) -> bool:
     if "torch" in layout:
         return torch is not None
     return dtype != "bfloat16"
+
+
+def pairwise(axes: Sequence[Sequence[Any]], possible: Callable[..., bool]) -> list[tuple[Any, ...]]:
+    """Rows in which every two values of two axes meet that can; the same on all ranks.
+
+    Each row is made for two that have not met yet, and of some drawn by lot the one in which most others meet too.
+    """
+    dice, rows = Random(0), []
+    places = list(combinations(range(len(axes)), 2))
+    apart = {(i, j, a, b): None for i, j in places for a in axes[i] for b in axes[j]}  # a set that has an order
+
+    def met(row: tuple[Any, ...]) -> list[Any]:
+        return [(i, j, row[i], row[j]) for i, j in places if (i, j, row[i], row[j]) in apart]
+
+    while apart:
+        i, j, a, b = next(iter(apart))
+        fixed = [[a] if at == i else [b] if at == j else axis for at, axis in enumerate(axes)]
+        drawn = [row for row in (tuple(map(dice.choice, fixed)) for _ in range(30)) if possible(*row)]
+        drawn = drawn or [row for row in product(*fixed) if possible(*row)]
+        del apart[i, j, a, b]
+        if drawn:
+            rows.append(max(drawn, key=lambda row: len(met(row))))
+            for pair in met(rows[-1]):
+                del apart[pair]
+    return rows
 
 
 def frozen(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import time
+from collections.abc import Collection
+from functools import partial
 
 import pytest
-from harness.launch import run_ranks
+from harness.launch import run_ranks, side_by_side
 
 # A rank does something wrong in the place of FAULT, between two calls that go well and one that does not.
 PROGRAM = """
@@ -37,10 +39,9 @@ WAYS = {
     "a work": ("hpcdl.iallreduce(x).wait()", {"HPCDL_SHARED": "0"}),
 }
 CLOSED = "a plan that the other has closed"
-each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def run(fault: str, way: str = "shared memory", **env: str) -> subprocess.CompletedProcess[str]:
+def run(fault: str, way: str, **env: str) -> subprocess.CompletedProcess[str]:
     wait, own = WAYS["a plan" if way == CLOSED else way]
     fault = f"global plan; plan.close(); del plan; {fault}" if way == CLOSED else fault
     script = PROGRAM.replace("FAULT", fault).replace("WAIT", wait)
@@ -54,33 +55,33 @@ def reports(done: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"^hpcdl: after .*(?:\n  .*)*", done.stderr, re.MULTILINE)
 
 
-@each_way
-def test_a_rank_that_sleeps_is_named_once_with_its_last_operation_and_place_and_all_goes_on(way: str) -> None:
-    done = run("time.sleep(4)", way, HPCDL_STALL_SECONDS="1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("went on") == 4
-    (report,) = reports(done)
-    assert "after 1 s of waiting in operation" in report
-    assert "of 4 ranks; the ranks wait on:" in report
-    assert re.search(
-        r"\n  rank 1 \(\S+\) has not come; its last is operation \d+, barrier, called at <string>:\d+", report
-    )
-    assert "; it is in fault at <string>:" in report
-    assert "\n  ranks 0, 2-3 wait in it" in report
+def each_way(fault: str, ways: Collection[str] = WAYS, **env: str) -> dict[str, subprocess.CompletedProcess[str]]:
+    return side_by_side(partial(run, fault, **env), ways)
 
 
-@each_way
-def test_who_sleeps_for_ever_ends_the_job_if_that_is_wanted(way: str) -> None:
-    done = run("time.sleep(1000)", way, HPCDL_STALL_SECONDS="1", HPCDL_STALL_ABORT="1")
-    assert done.returncode != 0
-    (report,) = reports(done)
-    assert "the job is ended (HPCDL_STALL_ABORT=1)" in report
-    assert re.search(r"\n  rank 1 \(\S+\) has not come", report)
+def test_a_rank_that_sleeps_is_named_once_with_its_last_operation_and_place_and_all_goes_on() -> None:
+    for way, done in each_way("time.sleep(4)", HPCDL_STALL_SECONDS="1").items():
+        assert done.returncode == 0, (way, done.stderr)
+        assert done.stdout.count("went on") == 4
+        (report,) = reports(done)
+        assert "after 1 s of waiting in operation" in report
+        assert "of 4 ranks; the ranks wait on:" in report
+        assert re.search(
+            r"\n  rank 1 \(\S+\) has not come; its last is operation \d+, barrier, called at <string>:\d+", report
+        )
+        assert "; it is in fault at <string>:" in report
+        assert "\n  ranks 0, 2-3 wait in it" in report
+
+
+def test_who_sleeps_for_ever_ends_the_job_if_that_is_wanted() -> None:
+    for way, done in each_way("time.sleep(1000)", HPCDL_STALL_SECONDS="1", HPCDL_STALL_ABORT="1").items():
+        assert done.returncode != 0, way
+        (report,) = reports(done)
+        assert "the job is ended (HPCDL_STALL_ABORT=1)" in report
+        assert re.search(r"\n  rank 1 \(\S+\) has not come", report)
 
 
 def test_rank_0_is_named_too_when_it_is_the_one_that_is_missing() -> None:
-    done = run("pass").stdout  # warms nothing up; the fault below is on rank 0
-    assert done.count("went on") == 4
     script = PROGRAM.replace("FAULT", "time.sleep(3)").replace("WAIT", "train()").replace("rank == 1", "rank == 0")
     late = run_ranks(3, "-c", script, timeout_s=60, env={"HPCDL_STALL_SECONDS": "1"})
     assert late.returncode == 0
@@ -105,44 +106,46 @@ hpcdl.allreduce(np.ones(3), odd)
     assert re.search(r"rank 0 \(\S+, of the job 2\) has not come", report)
 
 
-@each_way
-def test_a_stopped_rank_is_named(way: str) -> None:
-    done = run("os.kill(os.getpid(), signal.SIGSTOP)", way, HPCDL_STALL_SECONDS="1", HPCDL_STALL_ABORT="1")
-    assert done.returncode != 0
-    (report,) = reports(done)
-    assert re.search(r"\n  rank 1 \(\S+\) does not answer: it is stopped", report)
+def test_a_stopped_rank_is_named() -> None:
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    for way, done in each_way(stop, HPCDL_STALL_SECONDS="1", HPCDL_STALL_ABORT="1").items():
+        assert done.returncode != 0, way
+        (report,) = reports(done)
+        assert re.search(r"\n  rank 1 \(\S+\) does not answer: it is stopped", report)
 
 
-@pytest.mark.parametrize("way", [*WAYS, CLOSED])
-def test_a_rank_that_exits_ends_the_job_and_is_named(way: str) -> None:
-    done = run("sys.exit(3)", way)
-    assert done.returncode != 0
-    assert done.ended_s < 10  # type: ignore[attr-defined]
-    assert re.search(r"rank 1( \(\S+\))? has ended its program, and will not come to", done.stderr)
+def test_a_rank_that_exits_ends_the_job_and_is_named() -> None:
+    for way, done in each_way("sys.exit(3)", [*WAYS, CLOSED]).items():
+        assert done.returncode != 0, way
+        assert done.ended_s < 10  # type: ignore[attr-defined]
+        assert re.search(r"rank 1( \(\S+\))? has ended its program, and will not come to", done.stderr)
 
 
-@each_way
-def test_a_rank_that_raises_ends_the_job_with_its_own_traceback(way: str) -> None:
-    done = run("raise ValueError('rank 1 is fed up')", way)
-    assert done.returncode != 0
-    assert done.ended_s < 10  # type: ignore[attr-defined]
-    assert re.findall(r"^\w+Error: .*", done.stderr, re.MULTILINE) == ["ValueError: rank 1 is fed up"]
+def test_a_rank_that_raises_ends_the_job_with_its_own_traceback() -> None:
+    for way, done in each_way("raise ValueError('rank 1 is fed up')").items():
+        assert done.returncode != 0, way
+        assert done.ended_s < 10  # type: ignore[attr-defined]
+        assert re.findall(r"^\w+Error: .*", done.stderr, re.MULTILINE) == ["ValueError: rank 1 is fed up"]
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)"])
-@each_way
-def test_a_rank_that_is_gone_without_a_word_ends_the_job(how: str, way: str) -> None:
-    done = run(how, way)
-    assert done.returncode != 0
-    assert done.ended_s < 10  # type: ignore[attr-defined]
-    assert "went on" not in done.stdout
+def test_a_rank_that_is_gone_without_a_word_ends_the_job(how: str) -> None:
+    for way, done in each_way(how).items():
+        assert done.returncode != 0, way
+        assert done.ended_s < 10  # type: ignore[attr-defined]
+        assert "went on" not in done.stdout
+
+
+def run_under(ranks: int, script: str, setting: str) -> subprocess.CompletedProcess[str]:
+    name, _, value = setting.partition("=")
+    return run_ranks(ranks, "-c", script, timeout_s=90, env={name: value})
 
 
 def test_one_all_reduce_too_many_ends_the_job_and_names_who_has_ended() -> None:
-    for env in ({}, {"HPCDL_SHARED": "0"}):
-        script = PROGRAM.replace("FAULT", "pass").replace("WAIT", "if rank == 1: hpcdl.allreduce(x)")
-        done = run_ranks(4, "-c", script, timeout_s=60, env=env)
-        assert done.returncode != 0
+    script = PROGRAM.replace("FAULT", "pass").replace("WAIT", "if rank == 1: hpcdl.allreduce(x)")
+    settings = ("HPCDL_SHARED=1", "HPCDL_SHARED=0")
+    for setting, done in side_by_side(partial(run_under, 4, script), settings).items():
+        assert done.returncode != 0, setting
         assert re.search(r"rank [023]( \(\S+\))? has ended its program, and will not come to", done.stderr)
 
 
@@ -155,14 +158,14 @@ for step in range(3 + hpcdl.rank()):
     model(torch.ones(2, 3)).sum().backward()
     model.zero_grad()
 """
-    for env in ({}, {"HPCDL_SHARED": "0"}):
-        done = run_ranks(2, "-c", script, timeout_s=90, env=env)
-        assert done.returncode != 0
+    settings = ("HPCDL_SHARED=1", "HPCDL_SHARED=0", "HPCDL_CHECK=0")
+    for setting, done in side_by_side(partial(run_under, 2, script), settings).items():
+        assert done.returncode != 0, setting
         assert re.search(r"rank 0( \(\S+\))? has ended its program, and will not come to", done.stderr)
 
 
 def test_another_shape_is_the_same_error_on_all_ranks() -> None:
-    done = run("hpcdl.allreduce(grid)")
+    done = run("hpcdl.allreduce(grid)", "shared memory")
     assert done.returncode != 0
     assert "MismatchError: the ranks do not call the same collective:" in done.stderr
     assert "rank 1: allreduce sum of float64 2x3" in done.stderr
@@ -183,9 +186,8 @@ hpcdl.allreduce(np.ones(3))
 
 
 def test_a_stall_watch_that_is_turned_off_says_nothing() -> None:
-    done = run("time.sleep(2)", HPCDL_STALL_SECONDS="0")
-    assert done.returncode == 0
-    assert done.stderr == ""
+    done = run("time.sleep(2)", "shared memory", HPCDL_STALL_SECONDS="0")
+    assert (done.returncode, done.stdout.count("went on"), done.stderr) == (0, 4, "")
 
 
 def test_a_works_whose_end_nobody_waits_for_is_no_stall() -> None:

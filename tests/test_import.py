@@ -4,13 +4,16 @@ import multiprocessing
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("mpi4py.MPI", "torch", "cupy", "rich", "mlxtend")
 
 
 def heavy_modules() -> list[str]:
     """What importing hpcdl has loaded that it should not; for a process that has done nothing else."""
-    import hpcdl  # noqa: F401
+    import hpcdl
 
+    assert hasattr(hpcdl, "allreduce")
     return [name for name in HEAVY if name in sys.modules]
 
 
@@ -21,6 +24,7 @@ def test_import_loads_neither_mpi_nor_torch() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_a_spawned_worker_may_import_it() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_data_loaders_worker_may_import_it(method: str) -> None:
+    with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.apply_async(heavy_modules).get(timeout=60) == []

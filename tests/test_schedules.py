@@ -33,7 +33,7 @@ from hpcdl.collectives.binary_blocks import blocks_of
 from hpcdl.collectives.catalogue import FLAT, HIERARCHICAL
 from hpcdl.topology import group_by
 
-SIZES = [*range(1, 65), 600]
+SIZES = [*range(1, 21), 24, 31, 32, 33, 48, 63, 64, 600]
 
 
 def lengths(size: int) -> list[int]:
@@ -47,13 +47,17 @@ def test_every_rank_counts_once_in_an_allreduce(name: str, size: int) -> None:
         with pytest.raises(ValueError, match="2\\*\\*k ranks"):
             schedule(name, size)
         return
-    # On 600 ranks one length is enough, of uneven pieces; not every algorithm has an element for every rank.
-    for n in lengths(size) if size < 600 else [37 if name in ("doubling", "tree") else 601]:
+    if size == 600:  # one length is enough, of uneven pieces
+        if name in ("ring", "direct"):  # where all ranks do the same, in hundreds of rounds or messages each
+            pytest.skip("takes ten seconds, and shows no more than on 64 ranks")
+        verify(schedule(name, size, 601 if name in ("folded", "binary_blocks") else 37))
+        return
+    for n in lengths(size):
         verify(schedule(name, size, n))
 
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "allgather", "reduce", "broadcast"])
-@pytest.mark.parametrize("size", [*range(1, 20), 31, 33, 64])
+@pytest.mark.parametrize("size", [*range(1, 18), 31])
 def test_every_collective_keeps_its_promise(collective: str, size: int) -> None:
     for name in collectives.names(size, collective):
         for n in lengths(size) if name in FLAT else []:
@@ -361,7 +365,7 @@ MUTATIONS: dict[str, Callable[[list[Round], int, int], list[Round]]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.parametrize("collective", collectives.COLLECTIVES)
-@pytest.mark.parametrize("size", [3, 4, 6, 8])
+@pytest.mark.parametrize("size", [3, 4, 6])
 def test_a_broken_schedule_is_found_out(mutation: str, collective: str, size: int) -> None:
     broken = 0
     for name in collectives.names(size, collective):

@@ -298,7 +298,6 @@ def test_growth_is_what_a_call_touches_even_below_an_earlier_peak() -> None:
 @pytest.mark.parametrize(
     ("script", "options", "rows"),
     [
-        ("peak_memory.py", ("--size", "1MiB"), 2),
         ("price_of_the_check.py", ("--rounds", "2"), 6),
         ("step_overhead.py", ("--rounds", "1", "--repeats", "1"), 6),
     ],
@@ -311,7 +310,7 @@ def test_the_scripts_write_what_the_tables_read(
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert len(found["results"]) == rows
-    kind, lines = {"peak": ("memory", 2), "price": ("check", 3), "step": ("training", 2)}[script.partition("_")[0]]
+    kind, lines = {"price": ("check", 3), "step": ("training", 2)}[script.partition("_")[0]]
     one = Outcome(kind, "mpich", "2", "", "", "", found["header"], found["results"])
     assert len(list(SECTIONS[kind].tables([one]))) == 2 + lines
 

@@ -27,24 +27,6 @@ def test_importing_the_torch_layer_starts_no_mpi() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-MORE_BATCHES = """
-import torch
-from mpi4py import MPI
-from torch import nn
-from hpcdl.torch import DistributedDataParallel
-ddp = DistributedDataParallel(nn.Linear(2, 200))
-for batch in range(3 + MPI.COMM_WORLD.rank):
-    ddp(torch.ones(1, 2)).sum().backward()
-"""
-
-
-@pytest.mark.parametrize("check", ["0", "1"])
-def test_a_rank_with_more_batches_than_another_is_told_that_it_has_ended(check: str) -> None:
-    run = run_ranks(2, "-c", MORE_BATCHES, timeout_s=60, env={"HPCDL_CHECK": check})
-    assert run.returncode != 0
-    assert "RankEndedError: rank 0 has ended its program, and will not come" in run.stderr
-
-
 FORKED = """
 import os, time
 import torch

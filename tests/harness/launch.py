@@ -9,10 +9,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
+
+Case = TypeVar("Case")
+Result = TypeVar("Result")
 
 
 def mpiexec() -> list[str]:
@@ -93,8 +97,10 @@ class Job:
             self.process.poll()  # else it stays a zombie
             time.sleep(0.01)
         self.process.wait()
-        for file in left_over(self.began):
-            file.unlink(missing_ok=True)
+        if files := left_over(self.began):
+            time.sleep(0.1)  # a job beside this one may be about to map what it has just made
+            for file in {*files} & {*left_over(self.began)}:
+                file.unlink(missing_ok=True)
 
 
 def marked(mark: str) -> list[int]:
@@ -151,3 +157,9 @@ def run_ranks(
                 line = shlex.join(job.command)
                 raise TimeoutError(f"still running after {timeout_s} s: {line}\n{text(stdout)}{text(stderr)}") from None
         return subprocess.CompletedProcess(job.command, status, text(stdout), text(stderr))
+
+
+def side_by_side(run: Callable[[Case], Result], cases: Collection[Case]) -> dict[Case, Result]:
+    """Run the jobs of all cases at the same time: for those that mostly wait."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return dict(zip(cases, pool.map(run, cases), strict=True))

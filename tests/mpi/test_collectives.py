@@ -9,17 +9,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from allpairspy import AllPairs
-from cases import BY_NODE, FORMS, OPS, SHAPES, call, every_type, expected, makes_sense, numbers, pretended, sizes
+from cases import (
+    BY_NODE,
+    FORMS,
+    OPS,
+    SHAPES,
+    call,
+    every_type,
+    expected,
+    makes_sense,
+    numbers,
+    pairwise,
+    pretended,
+    sizes,
+)
+from harness import RANKS
 from mpi4py import MPI
 
 import hpcdl
 from hpcdl import collectives
 from hpcdl.buffers import INTEGERS
 
+pytestmark = pytest.mark.ranks(1, 2, 3, 5)
+every_number_of_ranks = pytest.mark.ranks(*RANKS)
+
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "reduce", "broadcast")
 
 
+@every_number_of_ranks
 @pytest.mark.timeout(120)
 def test_every_collective_in_every_form(comm: MPI.Intracomm) -> None:
     check_every_collective(comm, collectives.ALGORITHMS)
@@ -37,18 +54,10 @@ def check_every_collective(comm: MPI.Intracomm, algorithms: Iterable[str]) -> No
     rank, size, root = comm.rank, comm.size, comm.size // 2
     dtypes = [dtype for dtype in every_type() if dtype != "bfloat16"]
 
-    def possible(row: list[object]) -> bool:
-        names = [str(item) for item in row]
-        if len(row) >= 2 and not serves(names[1], names[0], size):
-            return False
-        return len(row) < 4 or makes_sense(names[2], names[3], "flat")
+    def possible(collective: str, algorithm: str, dtype: str, op: str, *_: object) -> bool:
+        return serves(algorithm, collective, size) and makes_sense(dtype, op, "flat")
 
-    cases = list(
-        AllPairs(
-            [COLLECTIVES, list(algorithms), dtypes, OPS, sizes(size), FORMS, ("in place", "out")],
-            filter_func=possible,
-        )
-    )
+    cases = pairwise([COLLECTIVES, [*algorithms], dtypes, OPS, sizes(size), FORMS, ("in place", "out")], possible)
     for collective, algorithm, dtype, op, n, form, where in cases:
         case = f"{collective} {algorithm} {op} of {n} {dtype}, {form}, {where}"
         mine, total = numbers(dtype, op, n, rank), expected(dtype, op, n, size)
@@ -97,6 +106,7 @@ def shares(n: int, size: int) -> list[tuple[int, Any]]:
     return list(enumerate(collectives.cut(collectives.Span(0, n), size)))
 
 
+@every_number_of_ranks
 def test_reduce_scatter_and_allgather_make_an_allreduce(comm: MPI.Intracomm) -> None:
     for n in sizes(comm.size)[:-1]:
         x = numbers("int64", "sum", n, comm.rank).copy()
@@ -120,6 +130,7 @@ def test_16_bit_floats_in_the_other_collectives(comm: MPI.Intracomm, dtype: str)
         hpcdl.broadcast(x, comm, algorithm=name)
 
 
+@every_number_of_ranks
 def test_works_complete_in_any_order(comm: MPI.Intracomm) -> None:
     """One rank waits for the first, the next for the last: nobody may depend on the others' order."""
     works = [
@@ -155,6 +166,7 @@ def test_a_blocking_call_lets_the_others_works_go_on(comm: MPI.Intracomm) -> Non
     assert (work.result() == comm.size).all()
 
 
+@every_number_of_ranks
 def test_a_plan_takes_what_the_array_holds_at_each_call(comm: MPI.Intracomm) -> None:
     for name in collectives.names(comm.size):
         base = np.zeros((7, 10), np.float32)
@@ -235,6 +247,7 @@ def test_mpis_own_operations_are_names_too(comm: MPI.Intracomm) -> None:
         assert (hpcdl.allreduce(x, comm, op=op) == expected("int64", name, 20, comm.size)).all()
 
 
+@every_number_of_ranks
 def test_choose_names_an_algorithm_that_serves(comm: MPI.Intracomm) -> None:
     for collective, kind, dtype in product(COLLECTIVES, ("private", "shared", "device"), ("float32", "float16")):
         able = collectives.names(comm.size, collective)
@@ -249,6 +262,7 @@ def test_choose_names_an_algorithm_that_serves(comm: MPI.Intracomm) -> None:
     assert comm.size == 1 or hpcdl.choose(1 << 20, comm, kind="shared") == "shared"
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
 def test_a_mean_of_integers_is_a_type_error(comm: MPI.Intracomm, dtype: str) -> None:
     x = np.ones(3, dtype)

@@ -22,7 +22,7 @@ from hpcdl.compress.wire import Wire  # noqa: E402
 from hpcdl.torch import DistributedDataParallel  # noqa: E402
 from hpcdl.torch.scaler import GradScaler  # noqa: E402
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = pytest.mark.ranks(1, 3)
 
 SHAPES = [(9, 11), (5,), (), (0, 3), (1, 1), (4, 3, 2)]
 SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}  # MiB: several buckets
@@ -227,7 +227,7 @@ def test_what_travels_is_the_density_of_the_epoch(comm: MPI.Intracomm, wire: Wir
         assert k <= int(piece.values.count_nonzero()) <= k * comm.size
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4)
 def test_fewer_ranks_take_over_what_the_lost_ones_remember(comm: MPI.Intracomm, wire: Wire) -> None:
     """With all sent in the end, as if nobody had been lost; gradients have 1/N inside, whatever N was."""
     method, alone = dgc(masking=False), dgc(1.0)
@@ -412,7 +412,7 @@ def test_an_inf_is_seen_by_all_at_once_and_never_remembered(comm: MPI.Intracomm,
             scaler.update()
 
 
-@pytest.mark.ranks(3, 4)
+@pytest.mark.ranks(3)
 def test_where_dense_is_cheaper_it_is_dense_and_says_so_once(
     comm: MPI.Intracomm, wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:

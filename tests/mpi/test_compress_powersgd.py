@@ -21,7 +21,7 @@ from hpcdl.compress.powersgd import PowerSGD  # noqa: E402
 from hpcdl.compress.wire import Wire  # noqa: E402
 from hpcdl.torch import DistributedDataParallel  # noqa: E402
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = pytest.mark.ranks(1, 3)
 
 TOLERANCE = 1e-5
 """Of the norms: float32 has 7 digits, and a product of some dozen columns loses one or two."""
@@ -58,7 +58,7 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-@pytest.mark.ranks(1, 2, 3, 4, 5, 7, 8)
+@pytest.mark.ranks(1, 2, 3, 4, 5)
 def test_what_is_exchanged_and_what_is_kept_are_what_was_given(comm: MPI.Intracomm) -> None:
     method, wire = PowerSGD(rank=2), Wire(comm)
     shapes = {"a": (20, 30), "b": (12, 5, 3, 3), "c": (17, 17)}
@@ -104,6 +104,7 @@ def test_a_matrix_of_that_rank_is_sent_whole(comm: MPI.Intracomm) -> None:
         assert float(summed(comm, method.error.kept["a"]).norm()) < 10 * TOLERANCE * float(exact.norm())
 
 
+@pytest.mark.ranks(2)
 def test_with_the_error_fed_back_a_constant_gradient_gets_through(comm: MPI.Intracomm) -> None:
     exact, method, wire = total(comm, lambda rank: random(rank, 16, 24)), PowerSGD(rank=1), Wire(comm)
     sent, steps = torch.zeros(16, 24), 200

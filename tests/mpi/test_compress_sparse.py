@@ -24,7 +24,7 @@ from hpcdl.compress.sparse import FEW, RandomK, TopK, count, draw, payload_bytes
 from hpcdl.compress.wire import Wire  # noqa: E402
 from hpcdl.torch import DistributedDataParallel  # noqa: E402
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 TYPES = pytest.mark.parametrize("value_dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 SHAPES = [(7, 9), (5,), (), (0, 3), (1, 1), (4, 3, 2)]
@@ -93,8 +93,8 @@ def test_dense_adds_up_whatever_the_pieces_look_like(comm: MPI.Intracomm, wire: 
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("n", [1, 2, 100, 16383, 16384, 50_000, 300_000])
-@pytest.mark.parametrize("density", [1e-4, 0.001, 0.01, 0.25, 0.9, 1.0])
+@pytest.mark.parametrize("n", [1, 2, 100, 16383, 16384, 300_000])
+@pytest.mark.parametrize("density", [1e-4, 0.01, 0.25, 1.0])
 @pytest.mark.parametrize("power", [1, 5])
 def test_what_is_chosen_is_the_largest_and_about_as_much_as_asked(
     comm: MPI.Intracomm, n: int, density: float, power: int
@@ -177,7 +177,7 @@ def test_the_largest_travel(comm: MPI.Intracomm, wire: Wire, value_dtype: Any) -
         assert torch.equal(left[others], known.view(-1)[others])
 
 
-@pytest.mark.ranks(2, 3, 5, 8)
+@pytest.mark.ranks(2, 3, 5)
 @TYPES
 def test_all_ranks_have_the_same_bits_also_where_sums_round(comm: MPI.Intracomm, wire: Wire, value_dtype: Any) -> None:
     for method in methods(value_dtype):

@@ -16,6 +16,8 @@ from hpcdl.errors import MismatchError
 from hpcdl.logs import host
 from hpcdl.preemption import Preemption, preemption
 
+pytestmark = pytest.mark.ranks(1, 2, 3, 5)
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from hpcdl.torch import checkpoint  # noqa: E402
 from hpcdl.torch.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint  # noqa: E402
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = pytest.mark.ranks(1, 3)
 nn = torch.nn
 
 

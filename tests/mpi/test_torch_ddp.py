@@ -30,7 +30,7 @@ from hpcdl.shared import find  # noqa: E402
 from hpcdl.torch import DistributedDataParallel, SyncBatchNorm  # noqa: E402
 from hpcdl.torch.hooks import GradBucket, allreduce_hook  # noqa: E402
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = pytest.mark.ranks(2, 3)
 
 BATCH, WIDTH = 6, 5
 SMALL = {"bucket_cap_mb": 2e-4, "first_bucket_mb": 1e-4}  # MiB: several buckets for a few dozen numbers
@@ -112,8 +112,11 @@ def follow(
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("optimiser", [SGD, partial(torch.optim.AdamW, lr=0.01)], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("optimiser", "set_to_none"),
+    [(SGD, True), (partial(torch.optim.AdamW, lr=0.01), False)],
+    ids=["SGD", "AdamW, zeros"],
+)
 def test_ranks_follow_one_process_with_all_their_data(
     comm: MPI.Intracomm, overlap: bool, optimiser: Optimiser, set_to_none: bool
 ) -> None:
@@ -123,6 +126,7 @@ def test_ranks_follow_one_process_with_all_their_data(
     follow(comm, ddp, network(0), optimiser=optimiser, set_to_none=set_to_none)
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_gradients_lie_in_memory_of_the_node_in_buckets_filled_from_the_end(comm: MPI.Intracomm) -> None:
     model = network()
     ddp = DistributedDataParallel(model, comm, **SMALL)
@@ -138,6 +142,7 @@ def test_gradients_lie_in_memory_of_the_node_in_buckets_filled_from_the_end(comm
             assert slot.view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
 
 
+@pytest.mark.ranks(1, 3)
 def test_there_is_one_set_of_buckets_and_nothing_beside_it(comm: MPI.Intracomm) -> None:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
     ddp = DistributedDataParallel(model, comm, bucket_cap_mb=0.5)
@@ -163,6 +168,7 @@ def test_the_sum_is_the_sum(comm: MPI.Intracomm, overlap: bool) -> None:
         assert (layer.weight.grad == sum(range(1, comm.size + 1))).all()
 
 
+@pytest.mark.ranks(1, 3)
 def test_types_never_share_a_bucket(comm: MPI.Intracomm, overlap: bool) -> None:
     types = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float32, torch.float16)
 
@@ -196,7 +202,7 @@ def test_parameters_stay_equal_and_runs_repeat_whatever_the_timing(comm: MPI.Int
         random, model = np.random.default_rng(10 * seed + comm.rank), network()
         ddp = DistributedDataParallel(model, comm, overlap=True, **SMALL)
         optimiser = SGD(ddp.parameters())
-        for step in range(200):
+        for step in range(100):
             optimiser.zero_grad()
             loss = loss_of(ddp, data(step, comm.rank))
             time.sleep(random.choice([0, 0, 0, 1e-3]))
@@ -223,8 +229,12 @@ class Branches(nn.Module):
         return y + self.sometimes(x) if sometimes else y
 
 
-@pytest.mark.parametrize("optimiser", [SGD, partial(torch.optim.AdamW, lr=0.1)], ids=["momentum", "AdamW"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize(
+    ("optimiser", "set_to_none"),
+    [(SGD, False), (partial(torch.optim.AdamW, lr=0.1), True)],
+    ids=["momentum, zeros", "AdamW"],
+)
 def test_what_no_rank_uses_stays_as_it_is(
     comm: MPI.Intracomm, overlap: bool, optimiser: Optimiser, set_to_none: bool
 ) -> None:
@@ -290,6 +300,7 @@ def test_a_rank_without_samples_puts_in_zeros(comm: MPI.Intracomm, overlap: bool
         assert (layer.weight.grad == torch.tensor(1 / comm.size)).all()
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_module_without_trainable_parameters_works(comm: MPI.Intracomm) -> None:
     model = network().requires_grad_(False)
     ddp = DistributedDataParallel(model, comm)
@@ -397,6 +408,7 @@ def test_a_graph_can_be_used_twice(comm: MPI.Intracomm, overlap: bool) -> None:
     follow(comm, ddp, network(), loss=loss)
 
 
+@pytest.mark.ranks(1, 3)
 def test_outputs_of_any_form(comm: MPI.Intracomm, overlap: bool) -> None:
     import dataclasses
 
@@ -478,6 +490,7 @@ def test_under_no_sync_gradients_add_up_on_each_rank(
     assert_equal_on_all_ranks(model, comm)
 
 
+@pytest.mark.ranks(1, 2)
 def test_under_no_sync_nothing_is_reduced(comm: MPI.Intracomm, overlap: bool) -> None:
     layer = nn.Linear(3, 2)
     ddp = DistributedDataParallel(layer, comm, overlap=overlap)
@@ -495,6 +508,7 @@ def test_clipping_acts_on_the_averaged_gradients(comm: MPI.Intracomm, overlap: b
     follow(comm, ddp, network(), between=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("meddle", ["detach_", "None", "new", "twice"])
 def test_users_may_do_what_they_like_with_a_gradient(comm: MPI.Intracomm, overlap: bool, meddle: str) -> None:
     def between(model: nn.Module) -> None:
@@ -521,6 +535,7 @@ def test_a_step_may_be_left_out(comm: MPI.Intracomm, overlap: bool) -> None:
     follow(comm, DistributedDataParallel(network(), comm, overlap=overlap, **SMALL), network(), loss=loss)
 
 
+@pytest.mark.ranks(1, 3)
 def test_the_step_after_a_backward_that_raised_is_right(comm: MPI.Intracomm, overlap: bool) -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
@@ -574,6 +589,7 @@ def test_a_mean_may_be_added_to(comm: MPI.Intracomm, overlap: bool) -> None:
     follow(comm, DistributedDataParallel(network(), comm, overlap=overlap, **SMALL), network(), loss=loss)
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("sparse", [True, False])
 def test_sparse_gradients_follow_dense_ones(comm: MPI.Intracomm, overlap: bool, sparse: bool) -> None:
     class Words(nn.Module):
@@ -647,6 +663,7 @@ def test_two_networks_with_two_optimisers(comm: MPI.Intracomm, overlap: bool) ->
 # ---- buffers, evaluation ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(1, 3)
 def test_buffers_are_rank_0s_after_each_step_and_evaluation_talks_to_nobody(comm: MPI.Intracomm) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)).double()
     ddp = DistributedDataParallel(model, comm)
@@ -669,7 +686,7 @@ def test_buffers_are_rank_0s_after_each_step_and_evaluation_talks_to_nobody(comm
 # ---- ranks with fewer batches ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("among_all", [True, False])
 def test_ranks_with_fewer_batches_help_the_others_to_the_end(
     comm: MPI.Intracomm, overlap: bool, among_all: bool
@@ -770,6 +787,7 @@ def test_an_error_inside_join_is_not_hidden(comm: MPI.Intracomm) -> None:
 # ---- hooks and the wire ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_hook_gets_the_buckets_in_order_and_its_result_counts(comm: MPI.Intracomm) -> None:
     seen: list[int] = []
 
@@ -806,7 +824,7 @@ def test_on_one_node_the_wire_type_changes_nothing(comm: MPI.Intracomm) -> None:
     assert torch.equal(*gradients)
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("average", [True, False])
 def test_between_nodes_gradients_travel_as_16_bits(
     comm: MPI.Intracomm, average: bool, monkeypatch: pytest.MonkeyPatch
@@ -956,12 +974,11 @@ def test_mpi_knows_best_how_many_ranks_there_are(comm: MPI.Intracomm, monkeypatc
 
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_data_loaders_workers_do_no_harm(comm: MPI.Intracomm, context: str) -> None:
+def test_a_data_loaders_workers_do_no_harm(comm: MPI.Intracomm) -> None:
     ddp = DistributedDataParallel(network(), comm, overlap=True)
-    loader = torch.utils.data.DataLoader(Numbers(WIDTH), 2, num_workers=2, multiprocessing_context=context)
+    loader = torch.utils.data.DataLoader(Numbers(WIDTH), 2, num_workers=2, multiprocessing_context="fork")
     optimiser = SGD(ddp.parameters())
-    for _ in range(1 if context == "spawn" else 2):
+    for _ in range(2):
         for x in loader:
             optimiser.zero_grad()
             loss_of(ddp, x).backward()

@@ -17,7 +17,7 @@ def factor(op: str, comm: MPI.Intracomm) -> float:
     return 1 / comm.size if op == "mean" else 1.0
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_the_gradient_is_the_all_reduce_of_the_gradients(comm: MPI.Intracomm, op: str) -> None:
     ranks = range(comm.size)

@@ -41,7 +41,7 @@ def pair(plain: Any, comm: MPI.Intracomm) -> tuple[Any, Any]:
     return plain, convert_sync_batchnorm(copy.deepcopy(plain), comm)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dimensions", [2, 3, 4, 5])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_it_is_the_batch_norm_of_the_whole_batch(comm: MPI.Intracomm, dimensions: int, momentum: float | None) -> None:

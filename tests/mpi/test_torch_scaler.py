@@ -26,7 +26,7 @@ from hpcdl.torch.hooks import GradBucket, allreduce_hook  # noqa: E402
 from hpcdl.torch.reducer import Reducer  # noqa: E402
 from hpcdl.torch.scaler import Culprit, GradScaler  # noqa: E402
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = pytest.mark.ranks(1, 3)
 
 SMALL = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4}  # MiB: several buckets
 WIDTH = 5
@@ -126,6 +126,7 @@ def test_scaled_steps_are_the_plain_ones_to_the_last_bit(comm: MPI.Intracomm, wa
     assert same(comm, scaled)
 
 
+@pytest.mark.ranks(1, 2, 4)
 @WAYS
 def test_an_inf_on_one_rank_has_all_skip_and_scale_alike_and_is_named(comm: MPI.Intracomm, way: Way) -> None:
     bad = comm.size - 1
@@ -192,6 +193,7 @@ def test_several_optimisers_skip_each_for_itself_and_the_scale_falls_once(comm: 
     assert same(comm, flat(model))
 
 
+@pytest.mark.ranks(2, 4)
 def test_scales_that_differ_are_an_error_on_all_ranks(comm: MPI.Intracomm) -> None:
     scaler = GradScaler(comm, init_scale=64.0 if comm.rank < 2 else 32.0)
     ddp, stepping = layer(comm, network(), scaler)
@@ -275,6 +277,7 @@ def levels(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.name == "hpcdl" and each.levelno == level]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [layer, optimiser])
 def test_sixty_steps_of_inf_end_at_the_floor_with_one_message(
     comm: MPI.Intracomm, way: Way, caplog: pytest.LogCaptureFixture
@@ -591,6 +594,7 @@ def test_gradients_added_up_over_a_window_are_scaled_alike_also_if_it_is_short(c
     assert torch.equal(*results) and same(comm, results[0])
 
 
+@pytest.mark.ranks(1, 4)
 def test_ranks_with_fewer_batches_keep_the_same_scale_and_parameters(comm: MPI.Intracomm) -> None:
     for hook in (False, True):
         scaler = GradScaler(comm, init_scale=2.0**10, growth_interval=3)
@@ -643,6 +647,7 @@ def test_state_goes_into_torchs_scaler_and_back(comm: MPI.Intracomm) -> None:
         GradScaler(comm, min_scale=33.0).load_state_dict(scaler.state_dict())
 
 
+@pytest.mark.ranks(2)
 def test_a_checkpoint_restores_the_scale_on_all_ranks(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder = comm.bcast(tmp_path)
     model, scaler = network(), GradScaler(comm, init_scale=64.0)

@@ -10,7 +10,6 @@ import pytest
 from idx import write_images
 from mpi4py import MPI
 
-import hpcdl
 from hpcdl.cli.agreed import Refused
 from hpcdl.cli.train import begin_or_resume
 from hpcdl.data import DataError, ImageSet, Part, load_together
@@ -84,7 +83,7 @@ def assert_follows(one: Trainer, several: Trainer) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("algorithm", hpcdl.algorithms())
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
 def test_4_ranks_of_32_follow_1_rank_of_128(comm: MPI.Intracomm, algorithm: str) -> None:
     task = noise(500)  # 20 steps: 3 full batches and one of 116, 5 times
     one = trained(task, MPI.COMM_SELF, batch_size=128, epochs=5)
@@ -147,9 +146,7 @@ def test_a_step_is_that_of_torchs_sgd(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("last", "model"), [(1, "mlp"), (2, "mlp"), (3, "mlp"), (1, "cnn"), (1, "transformer"), (2, "transformer")]
-)
+@pytest.mark.parametrize(("last", "model"), [(1, "mlp"), (3, "mlp"), (2, "cnn"), (1, "transformer")])
 def test_ranks_with_no_sample_of_the_last_batch_take_part(comm: MPI.Intracomm, last: int, model: str) -> None:
     task = prattle(16 + last) if model == "transformer" else noise(16 + last)
     one = trained(task, MPI.COMM_SELF, batch_size=16, epochs=2, model=model)
@@ -220,9 +217,10 @@ class Killed(Exception):
     """In place of the signal that ends a process."""
 
 
-@pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
-@pytest.mark.parametrize(("killed_behind", "resumed_at"), [(3, 2), (6, 6), (9, 8)])
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("model", "killed_behind", "resumed_at"), [("mlp", 3, 2), ("mlp", 6, 6), ("mlp", 9, 8), ("transformer", 3, 2)]
+)
 def test_a_resumed_training_goes_on_to_the_bit(
     comm: MPI.Intracomm, tmp_path: Path, model: str, killed_behind: int, resumed_at: int
 ) -> None:
