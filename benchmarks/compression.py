@@ -67,7 +67,7 @@ class Run:
 IMAGES = (
     Run("images", "dense", 0.1),
     Run("images", DGC, 0.1),
-    Run("images", "topk", 0.05),
+    Run("images", "topk", 0.05, (("density", 0.02),)),
     Run("images", "onebit", 0.05),
     Run("images", "qsgd", 0.1),
     Run("images", "terngrad", 0.1),
@@ -80,7 +80,7 @@ TEXT = (
     Run("text", "dense", 1.0),
     Run("text", DGC, 1.0, (("clip_norm", CLIP_NORM),)),
 )
-SPEEDS = {"100mbit": 60, "1gbit": 25, "one node": 15}
+SPEEDS = {"100mbit": 40, "1gbit": 20, "one node": 10}
 """Seconds for each network."""
 
 

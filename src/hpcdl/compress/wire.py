@@ -32,9 +32,9 @@ class Wire:
         """How long the collectives have taken, with the time that this rank waited for others."""
         self._bound: dict[Hashable, tuple[Tensor, Plan]] = {}
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor, algorithm: str = "auto") -> Tensor:
         """Add up in place, densely."""
-        self._timed(lambda: hpcdl.allreduce(x, self.comm))
+        self._timed(lambda: hpcdl.allreduce(x, self.comm, algorithm=algorithm))
         return x
 
     def max(self, x: Tensor) -> Tensor:
