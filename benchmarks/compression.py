@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -253,6 +254,16 @@ def speed(network: str, seconds: int) -> dict[str, Any]:
         return found
 
 
+def selection() -> float:
+    """The time it takes to find the largest 0.1 % of 10 million elements, as a share of what abs and topk take."""
+    import torch
+    from selection import measure, normal  # beside this file
+
+    torch.set_num_threads(1)
+    times = measure(normal(10_000_000), 10_000, 8)
+    return median(times["sample"]) / median(times["topk"])
+
+
 def searched(task: str, methods: Sequence[str]) -> list[Run]:
     """The rates around those that were chosen, half and twice."""
     chosen = [run for run in (*IMAGES, *TEXT) if run.task == task and (not methods or run.method in methods)]
@@ -299,6 +310,7 @@ def main() -> None:
             networks = {name: seconds for name, seconds in SPEEDS.items() if name == "one node" or not problem}
             found = {name: speed(name, seconds) for name, seconds in networks.items()}
             numbers["speed"] = numbers.get("speed", {}) | found
+            numbers["selection"] = selection()
             spent["speed"] = time.perf_counter() - began
         file.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     from compression_report import write  # beside this file

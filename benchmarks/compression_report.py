@@ -70,6 +70,9 @@ class Report:
             found.append(
                 (f"of a matrix DGC sends at most 1/{least} with {name} values", f"1/{ratio:.1f}", ratio >= least)
             )
+        if "selection" in self.numbers:
+            part = self.numbers["selection"]
+            found.append(("finding 0.1 % of 10 million takes half of abs and topk", f"{part:.2f} of it", part <= 0.5))
         for network, bars in STEPS_TIMES.items():
             if network in self.speed:
                 for what, unit, least in zip(
