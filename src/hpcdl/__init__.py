@@ -36,7 +36,7 @@ from hpcdl.api import (
     zeros,
 )
 from hpcdl.ends import take_others_along
-from hpcdl.errors import HpcdlError, MismatchError, RankEndedError, UnsupportedArrayError
+from hpcdl.errors import HpcdlError, MismatchError, RankEndedError, RankFailedError, UnsupportedArrayError
 from hpcdl.preemption import preemption
 
 __version__ = "0.1.0"
@@ -45,6 +45,7 @@ __all__ = [
     "HpcdlError",
     "MismatchError",
     "RankEndedError",
+    "RankFailedError",
     "UnsupportedArrayError",
     "algorithms",
     "allgather",

@@ -290,12 +290,12 @@ class Bound:
         if not 0 <= call.root < own.size:
             raise ValueError(f"root {call.root} is no rank of the communicator, which has {own.size}")
         at_root = own.rank == call.root
-        self.op = None if call.op is None else _op_name(call.op)
+        self.op = None if call.op is None else op_name(call.op)
 
         # The root alone gets a reduce's result, and only its arrays are written to.
         keeps_x = call.out is not None or (call.collective == "reduce" and not at_root)
         x = Vector(call.x, writable=not keeps_x)
-        _check_op(self.op, x.dtype)
+        check_op(self.op, x.dtype)
         out = None if call.out is None or (call.collective == "reduce" and not at_root) else Vector(call.out)
         self.before: list[Action] = [x.pack]
         self.after: list[Action] = []
@@ -520,7 +520,8 @@ def _place(vector: Vector) -> Family | None:
     return vector.family if vector.device else None
 
 
-def _op_name(op: str | MPI.Op) -> str:
+def op_name(op: str | MPI.Op) -> str:
+    """Our name of a reduction. ValueError: it has none."""
     if isinstance(op, MPI.Op):
         known = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
         name = next((name for name, ours in known.items() if op == ours), None)
@@ -532,7 +533,8 @@ def _op_name(op: str | MPI.Op) -> str:
     return op
 
 
-def _check_op(op: str | None, dtype: str) -> None:
+def check_op(op: str | None, dtype: str) -> None:
+    """TypeError: numbers of this type cannot be reduced so."""
     if op == "mean" and dtype in (*INTEGERS, "bool"):
         raise UnsupportedArrayError(f"the mean of {dtype} would have to be rounded: convert it, or sum and divide")
     if op in ("min", "max") and dtype.startswith("complex"):

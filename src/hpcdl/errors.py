@@ -26,3 +26,14 @@ class RankEndedError(HpcdlError):
 
 class UnsupportedArrayError(HpcdlError, TypeError):
     """An array of a kind, a type or a layout that the collective cannot serve; no data has moved."""
+
+
+class RankFailedError(HpcdlError):
+    """Ranks were lost in an all-reduce, and what was promised cannot be kept; the arrays are as they were.
+
+    `failed` are their numbers in the communicator that all began with.
+    """
+
+    def __init__(self, message: str, failed: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.failed = tuple(failed)

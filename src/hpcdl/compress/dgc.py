@@ -61,8 +61,8 @@ class DGC(Chooser):
 
     def step(self, piece: Piece) -> Tensor:
         """The momentum as this gradient leaves it: each rank's own, so that it may be added up over ranks like V."""
-        velocity = self.velocity.of(piece)
-        torch.add(piece.values, velocity, alpha=self.momentum, out=velocity)
+        # In one pass the product would not be rounded, and at density 1 bits would differ from torch.optim.SGD's.
+        velocity = self.velocity.of(piece).mul_(self.momentum).add_(piece.values)
         return piece.values.add(velocity, alpha=self.momentum) if self.nesterov else velocity
 
     def sent(self, piece: Piece, indices: Tensor) -> None:
