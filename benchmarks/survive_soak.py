@@ -33,7 +33,6 @@ DETECTOR = {
     "mpi_ft_detector": "true",
     "mpi_ft_detector_thread": "true",  # else a rank that computes is taken for dead
     "mpi_ft_detector_period": "0.2",
-    "mpi_ft_detector_timeout": "1",
 }
 
 Scenario = dict[str, Any]
@@ -183,13 +182,13 @@ def python() -> Path:
     return Path(sys.executable) if beside.exists() else ROOT / standard.FOLDERS["openmpi"] / "bin" / "python"
 
 
-def perform(scenarios: Sequence[Scenario], *, detector: bool = False, limit_s: float = 120) -> list[Played]:
-    """Play scenarios side by side in one job."""
+def perform(scenarios: Sequence[Scenario], *, detector_s: float = 0, limit_s: float = 120) -> list[Played]:
+    """Play scenarios side by side in one job; with a detector that takes who is silent for so long for dead."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "scenarios.json").write_text(json.dumps(scenarios))
         ranks = [scenario["ranks"] for scenario in scenarios]
         words = [str(python().with_name("mpiexec")), "--with-ft", "ulfm", "-n", str(sum(ranks))]
-        for name, value in DETECTOR.items() if detector else ():
+        for name, value in (DETECTOR | {"mpi_ft_detector_timeout": f"{detector_s:g}"}).items() if detector_s else ():
             words += ["--mca", name, value]
         words += [str(python()), str(Path(__file__).resolve()), "--play", folder]
         problem = standard.run(words, standard.variables("openmpi") | {"OMPI_MCA_mpi_yield_when_idle": "1"}, limit_s)
@@ -295,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wrong: list[str] = []
     if arguments.demo:
         for name, scenario in kinds():
-            wrong += tell(name, perform([scenario], detector="wake_s" in scenario))
+            wrong += tell(name, perform([scenario], detector_s=1 if "wake_s" in scenario else 0))
     else:
         for ranks in (4, 8):
             for algorithm in ("ring", "binary_blocks", "doubling", "direct", "by_node"):
