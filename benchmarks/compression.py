@@ -81,7 +81,7 @@ TEXT = (
     Run("text", "dense", 1.0),
     Run("text", DGC, 1.0, (("clip_norm", CLIP_NORM),)),
 )
-SPEEDS = {"100mbit": 40, "1gbit": 20, "one node": 10}
+SPEEDS = {"100mbit": 30, "1gbit": 12, "one node": 6}
 """Seconds for each network."""
 
 
