@@ -275,9 +275,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="write the report anew from compression.json")
     parser.add_argument("--only", choices=("accuracy", "speed"), help="measure this anew, and keep the other")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="train with these anew, and keep the others")
+    known = [run.method for run in IMAGES]
+    parser.add_argument("--methods", nargs="+", choices=known, help="train with these anew, and keep the others")
     parser.add_argument(
-        "--search", nargs="+", metavar="METHOD", help="try half and twice the rates of images (text: --task) instead"
+        "--search", nargs="+", choices=known, help="try half and twice the rates of images (text: --task) instead"
     )
     parser.add_argument("--task", choices=tuple(COURSES), default="images", help="of --search (%(default)s)")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
@@ -292,6 +293,8 @@ def main() -> None:
         return
     file = HERE / "compression.json"
     numbers = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not numbers and (arguments.report or arguments.methods or arguments.only == "speed"):
+        parser.error(f"there are no numbers yet in {file}: measure all of them first, without options")
     if not arguments.report:
         spent, began = numbers.setdefault("seconds", {}), time.perf_counter()
         numbers["images"] = source()

