@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from random import Random
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from hpcdl.survive.raft import Node, Outgoing
+from hpcdl.survive.raft import Message, Node
 
 TICK_S = 1e-3
 """Some 20 times what a message takes between hosts: what was not answered by then is sent again after three of them."""
@@ -24,22 +24,37 @@ will have to read them all; that some are never sent the consensus does not mind
 TAG = 1
 
 
-class Control:
-    """One rank's node, and its post. Ranks are those of the communicator it was made from."""
+class Call(NamedTuple):
+    """What a rank waits in: the number of the call, and what it is."""
 
-    def __init__(self, comm: MPI.Intracomm, backups: Mapping[int, Sequence[int]]) -> None:
-        self.comm = comm
-        self.node = Node(comm.rank, range(comm.size), Random(comm.rank), backups)
+    number: int
+    what: str
+
+
+class Control:
+    """One rank's node, and its post. `names` are those of the communicator's ranks, in their order."""
+
+    def __init__(self, comm: MPI.Intracomm, names: Sequence[int], node: Node) -> None:
+        self.comm, self.node = comm, node
         self.failed: set[int] = set()
         """What MPI has said, or others have found out."""
         self.stand_ins: dict[int, int | None] = {}
         """Who was to speak for a rank when it was excluded."""
-        self._group = comm.Get_group()
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._calls: dict[int, Call] = {}
+        """What others have waited in for long."""
+        self._names, self._group = names, comm.Get_group()
+        self._places = {name: place for place, name in enumerate(names)}
+        self._others = [name for name in names if name != node.rank]
         self._arriving: dict[int, tuple[MPI.Request, npt.NDArray[np.uint8]]] = {}
         self._unanswered = dict.fromkeys(self._others, (0, 0.0))
         self._leaving: list[tuple[MPI.Request, bytes]] = []
         self._next_tick = 0.0
+
+    def moved(self, comm: MPI.Intracomm, names: Sequence[int]) -> Control:
+        """The same node, and what it knows, on another communicator; what was on its way here is lost."""
+        moved = Control(comm, names, self.node)
+        moved.failed, moved.stand_ins = self.failed, self.stand_ins
+        return moved
 
     def poll(self) -> None:
         """Take what has come, answer it, and let time pass for the node. Never waits."""
@@ -62,15 +77,27 @@ class Control:
             self.failed |= new
             self._send(self.node.report(new))
 
+    def join(self, rank: int) -> None:
+        """This rank, which is on the communicator, is to become a member."""
+        self._send(self.node.propose_join(rank))
+
+    def tell(self, call: Call) -> None:
+        """Let the others know what this rank waits in."""
+        self._send([(rank, call) for rank in self._others])
+
+    def is_contradicted(self, call: Call) -> bool:
+        """Has another rank told of another call of the same number?"""
+        return any(call.number == number and call.what != what for number, what in self._calls.values())
+
     def inquire(self) -> None:
         """This rank has been away: is it still a member?"""
         self._send(self.node.inquire())
 
     def _look_for_failures(self) -> None:
         failed = self.comm.Get_failed()
-        if failed.size > len(self.failed):
+        if failed.size > len(self.failed & self._places.keys()):
             self.comm.Ack_failed()
-            self.report(failed.Translate_ranks(None, self._group))
+            self.report(self._names[place] for place in failed.Translate_ranks(None, self._group))
         failed.Free()
 
     def _receive(self, rank: int) -> None:
@@ -78,7 +105,7 @@ class Control:
             while True:
                 if rank not in self._arriving:
                     status = MPI.Status()
-                    message = self.comm.Improbe(rank, TAG, status)
+                    message = self.comm.Improbe(self._places[rank], TAG, status)
                     if message is None:
                         return
                     buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -88,17 +115,21 @@ class Control:
                     return
                 del self._arriving[rank]
                 self._unanswered[rank] = 0, 0.0
-                self._send(self.node.receive(rank, pickle.loads(buffer.tobytes())))
+                word: Message | Call = pickle.loads(buffer.tobytes())
+                if isinstance(word, Call):
+                    self._calls[rank] = word
+                else:
+                    self._send(self.node.receive(rank, word))
         except MPI.Exception:
             # It is dead, or taken for it: MPI will say so. A message that was half there is of no use.
             self._arriving.pop(rank, None)
 
-    def _send(self, outgoing: Outgoing) -> None:
+    def _send(self, outgoing: Iterable[tuple[int, Message | Call]]) -> None:
         for rank, message in outgoing:
-            if rank not in self.failed and self._may_send(rank):
+            if rank in self._places and rank not in self.failed and self._may_send(rank):
                 data = pickle.dumps(message)
                 try:
-                    self._leaving.append((self.comm.Isend([data, MPI.BYTE], rank, TAG), data))
+                    self._leaving.append((self.comm.Isend([data, MPI.BYTE], self._places[rank], TAG), data))
                 except MPI.Exception:
                     continue  # it is dead
 

@@ -188,9 +188,18 @@ class Node:
     @property
     def excluded(self) -> bool:
         """Has this rank been a member, and is it one no longer? Then it never acts again."""
-        return self.rank not in self.committed.members and any(
-            self.rank in entry.membership.members for entry in self._log[: self._commit]
-        )
+        return self.rank not in self.committed.members and self.rank in self.former
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The members of the very beginning."""
+        return self._log[0].membership.members
+
+    @property
+    def former(self) -> set[int]:
+        """Who was a member once, as far as this rank knows, and is one no longer."""
+        ever = {rank for entry in self._log[: self._commit] for rank in entry.membership.members}
+        return ever.difference(self.committed.members)
 
     def decisions(self) -> list[Membership]:
         """The memberships that were committed since this was last asked."""

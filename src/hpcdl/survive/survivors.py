@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
-import time
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from zlib import crc32
@@ -45,28 +46,20 @@ from hpcdl.collectives import Span
 from hpcdl.errors import HpcdlError, MismatchError, RankFailedError, UnsupportedArrayError
 from hpcdl.inside import UFUNCS
 from hpcdl.survive import ending
-from hpcdl.survive.control import Control
-from hpcdl.survive.exchange import Copies, Exchange, Ground, Tested, placement
+from hpcdl.survive.exchange import Copies, Exchange, Ground, placement
 from hpcdl.survive.faults import Fault, Messages
+from hpcdl.survive.members import Members, listed
 from hpcdl.topology import group_by
 
 Policy: TypeAlias = Literal["exact", "survivors", "raise"]
 
-SHARE_TAG = 3
-POLL_S = 1e-3
-"""Who waits looks after the consensus so often."""
-DOZE_S = 0.5
-"""Who was away for so long while it waited, as no rank that computes is, may have been taken for dead: it asks."""
 KEPT_EXCHANGES = 16
 """So many stay bound, the latest."""
 REPEATS = 5
 """So often an exchange is run again though nobody was lost, before the network is given up."""
-DROPPED_FOR = 10
-"""So many operations later MPI has surely let go of the buffers of an exchange that was broken off."""
 
 FINISHED = 1
 DIGEST = 0x7FFF
-MATCHED, HOPE = 1, 2
 
 
 class Lost(NamedTuple):
@@ -111,23 +104,20 @@ class _Word(NamedTuple):
     stand_ins: dict[int, int | None]
 
 
+class _Told(NamedTuple):
+    """What a rank that joins is told."""
+
+    policy: Policy
+    algorithm: str
+    operations: int
+    lost: list[Lost]
+
+
 class _Kept(NamedTuple):
     """An exchange that is bound, to be used again for arrays of the same size and type, and the input of this one."""
 
     source: Vector
     exchange: Exchange
-
-
-class _Coming:
-    """A message whose length is not known yet."""
-
-    def __init__(self, comm: MPI.Intracomm, place: int) -> None:
-        self.comm, self.place, self.status = comm, place, MPI.Status()
-        self.message: MPI.Message | None = None
-
-    def Test(self) -> bool:
-        self.message = self.comm.Improbe(self.place, SHARE_TAG, self.status)
-        return self.message is not None
 
 
 class Survivors:
@@ -168,44 +158,38 @@ class Survivors:
             collectives.find(algorithm, 3, nodes=((0,), (1,), (2,)))
         except ValueError as error:
             raise ValueError(f"any number of ranks may be left, which {algorithm} must serve: {error}") from None
+        self._set_up(Members.begin(comm, copies if policy == "exact" else 0), policy, algorithm, faults)
+
+    def _set_up(self, members: Members, policy: Policy, algorithm: str, faults: Iterable[Fault]) -> None:
         self.policy, self.algorithm = policy, algorithm
         self.lost: list[Lost] = []
-        self._copies = min(copies, comm.size - 1) if policy == "exact" else 0
-        self._rank, self._members = comm.rank, tuple(range(comm.size))
-        self._hosts = comm.allgather(os.uname().nodename)
-        self._data = _raising(comm.Dup())
-        self._generation = 0
-        self._control = Control(_raising(comm.Dup()), self._backups())
+        self._members = members
         faults = list(faults)
-        self._messages = Messages(faults, comm.rank) if faults else None
+        self._messages = Messages(faults, members.rank) if faults else None
         self._kept: dict[tuple[object, ...], _Kept] = {}
-        self._dropped: list[tuple[int, object]] = []
         self._operations = 0
-        self._seen = 0.0
-        self._dozed = False
-        self._broken: HpcdlError | None = None
         self._closed = False
         ending.opened(self)
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that are left, as far as is known."""
-        return self._members
+        return self._members.names
 
     @property
     def rank(self) -> int:
         """This rank's number in the communicator that all began with."""
-        return self._rank
+        return self._members.rank
 
     @property
     def size(self) -> int:
         """How many ranks are left."""
-        return len(self._members)
+        return len(self._members.names)
 
     @property
     def epoch(self) -> int:
         """How often the members have changed."""
-        return self._control.node.committed.epoch
+        return self._members.epoch
 
     @property
     def messages(self) -> int:
@@ -219,23 +203,28 @@ class Survivors:
 
         As `hpcdl.allreduce`, of arrays in host memory. If it raises, x and out are as they were.
         """
+        return self._combined(x, op, out)
+
+    def _combined(self, x: Array, op: str | MPI.Op, out: Array = None, what: str = "") -> Array:
         self._check_open()
         self._operations += 1
-        self._seen, self._dozed = time.monotonic(), False
-        operation = _Operation(self._operations, self._members)
+        operation = _Operation(self._operations, self.members)
         try:
             source, target, name = _checked(x, op, out)
         except (TypeError, ValueError) as error:
             # Of a plain kind, as it travels to the others.
             operation.refusal = (UnsupportedArrayError if isinstance(error, TypeError) else ValueError)(str(error))
         else:
+            shape = "x".join(map(str, source.look.shape)) or "()"
+            operation.signature = what or f"{name} of {source.dtype} {shape} by {self.algorithm}"
             self._begin(operation, source, name)
+        self._members.enter(operation.number, operation.signature)
         try:
             result = self._run(operation)
         except (HpcdlError, ValueError):
             raise
         except BaseException:
-            self._broken = HpcdlError(f"{operation} was interrupted half-way: go on with new Survivors")
+            self._members.broken = HpcdlError(f"{operation} was interrupted half-way: go on with new Survivors")
             raise
         finally:
             self._note(operation)
@@ -245,25 +234,25 @@ class Survivors:
 
     def _begin(self, operation: _Operation, x: Vector, op: str) -> None:
         """Keep the input; bind the exchange, or take what was bound to the like of it."""
-        shape = "x".join(map(str, x.look.shape)) or "()"
-        operation.op, operation.signature = op, f"{op} of {x.dtype} {shape} by {self.algorithm}"
+        operation.op = op
         key = op, x.dtype, x.size, x.family
         kept = self._kept.pop(key, None)
+        copies = self._members.copies
         if kept is None:
-            source = x.empty(x.size if self._copies else 0)
-            held = {self._rank: source}
-            kept = _Kept(source, self._bound(op, source, x.empty(x.size), held, _own(self._members), {}, self.size))
+            source = x.empty(x.size if copies else 0)
+            held, holders = {self.rank: source}, {rank: {rank} for rank in self.members}
+            kept = _Kept(source, self._bound(op, source, x.empty(x.size), held, holders, {}, self.size))
         self._kept[key] = kept
         if len(self._kept) > KEPT_EXCHANGES:
             self._kept.pop(next(iter(self._kept))).exchange.close()
         whole = Span(0, x.size)
         source = x
-        if self._copies:
+        if copies:
             # The copies are sent from here, perhaps still when an error has given x back to the caller.
             source = kept.source
             source.put(whole, x.flat)
         kept.exchange.work.put(whole, source.flat)
-        operation.source, operation.first, operation.held = source, kept.exchange, {self._rank: source}
+        operation.source, operation.first, operation.held = source, kept.exchange, {self.rank: source}
 
     def _bound(
         self,
@@ -276,28 +265,29 @@ class Survivors:
         inputs: int,
     ) -> Exchange:
         """An exchange over the data communicator as it is now."""
-        wire = self._messages.through(self._data) if self._messages else self._data
-        ground = Ground(wire, self._data.rank, self._members, inputs)
-        nodes = group_by([self._hosts[rank] for rank in self._members])
-        moves = placement(holders, self._preferred, self._copies, speakers)
+        members = self._members
+        wire = self._messages.through(members.wire) if self._messages else members.wire
+        ground = Ground(wire, members.wire.rank, members.names, inputs)
+        nodes = group_by(members.hosts)
+        moves = placement(holders, members.preferred, members.copies, speakers)
         copies = Copies(ground, source, held, moves)
         return Exchange(ground, collectives.find(self.algorithm, self.size, nodes=nodes), op, work, copies)
 
     def _run(self, operation: _Operation) -> Vector:
         """Try until all have agreed; the result, or what all raise."""
         if operation.first is None:
-            self._revoke()  # the others are on their way; they will be told
+            self._members.revoke()  # the others are on their way; they will be told
         done = operation.first is not None and self._tried(operation, operation.first)
         signature = operation.signature
         verdict: Exception | None = None
         repeats = 0
         while not self._committed(done, signature):
-            before = self._members
-            self._recover()
-            repeats = repeats + 1 if before == self._members else 0
+            before = self.members
+            self._kept.clear()
+            self._members.recover()
+            repeats = repeats + 1 if before == self.members else 0
             done, verdict = self._again(operation, repeats)
             signature = ""  # they have been compared
-        self._dropped = [each for each in self._dropped if each[0] + DROPPED_FOR > self._operations]
         if verdict is not None:
             raise verdict
         assert operation.result is not None
@@ -308,18 +298,18 @@ class Survivors:
         try:
             exchange.copies.start()
             for request in exchange.plan.steps():
-                self._wait(request)
+                self._members.wait(request)
         except MPI.Exception:
             operation.held |= exchange.copies.there()
-            self._revoke()
-            self._dropped.append((self._operations, exchange))
+            self._members.revoke()
+            self._members.keep(exchange)
             return False
-        operation.result, operation.finished = exchange.work, self._generation
+        operation.result, operation.finished = exchange.work, self._members.generation
         # By now a copy that does not arrive is no matter, but the buffers must be free before the next operation.
-        arrived, well = exchange.copies.finish(self._wait)
+        arrived, well = exchange.copies.finish(self._members.wait)
         operation.held |= arrived
         if not well:
-            self._dropped.append((self._operations, exchange))
+            self._members.keep(exchange)
             self._kept = {key: kept for key, kept in self._kept.items() if kept.exchange is not exchange}
         return True
 
@@ -327,15 +317,15 @@ class Survivors:
         """Has everybody finished the same call, and is nobody missing?"""
         digest = crc32(signature.encode()) & DIGEST
         # Each bit of the digest stands there twice, once turned round: where ranks differ in it, both become 0.
-        bits, missing = self._agree(FINISHED | digest << 1 | (digest ^ DIGEST) << 16 if done else 0)
+        bits, missing = self._members.agree(FINISHED | digest << 1 | (digest ^ DIGEST) << 16 if done else 0)
         alike = (bits >> 1 | bits >> 16) & DIGEST == DIGEST
         return bool(bits & FINISHED) and alike and not missing
 
     def _again(self, operation: _Operation, repeats: int) -> tuple[bool, Exception | None]:
         """Behind a recovery: decide alike what is to be done, and do it; whether it was, and what is to be raised."""
         try:
-            words = self._share(operation)
-            missing = [rank for rank in operation.contributors if rank not in self._members]
+            words = self._members.tell(self._word(operation))
+            missing = [rank for rank in operation.contributors if rank not in self.members]
             holders = {
                 rank: {holder for holder, word in words.items() if rank in word.holds}
                 for rank in operation.contributors
@@ -346,11 +336,11 @@ class Survivors:
                 return True, None
             speakers = {}
             if self.policy == "exact":
-                named = words[self._members[0]].stand_ins
+                named = words[self.members[0]].stand_ins
                 speakers = {rank: self._speaker(rank, named.get(rank), holders[rank]) for rank in missing}
             return self._repeated(operation, speakers, holders), None
         except MPI.Exception:
-            self._revoke()
+            self._members.revoke()
             return False, None
 
     def _failure(
@@ -363,13 +353,13 @@ class Survivors:
     ) -> Exception | None:
         """What all raise because of who is lost, or because nothing helps."""
         if missing and self.policy == "raise":
-            return RankFailedError(f"{_ranks(missing)} failed in {operation}", missing)
+            return RankFailedError(f"{listed(missing)} failed in {operation}", missing)
         if _all_finished(words):
             return None
         gone = [rank for rank in missing if not holders[rank]] if self.policy == "exact" else []
         if gone:
-            lacking = f"nobody who lives holds all that {_ranks(gone)} put in"
-            return RankFailedError(f"{_ranks(missing)} failed in {operation}, and {lacking}", missing)
+            lacking = f"nobody who lives holds all that {listed(gone)} put in"
+            return RankFailedError(f"{listed(missing)} failed in {operation}, and {lacking}", missing)
         if repeats > REPEATS:
             return HpcdlError(
                 f"{operation} was begun {repeats + 1} times and broke off, though no rank is lost: MPI cannot carry it"
@@ -386,7 +376,7 @@ class Survivors:
         whole = Span(0, work.size)
         work.put(whole, source.flat)
         for rank, speaker in speakers.items():
-            if speaker == self._rank:
+            if speaker == self.rank:
                 theirs = source.empty(source.size, work.dtype)
                 theirs.put(whole, operation.held[rank].flat)
                 work.combine(UFUNCS[operation.op], work.flat, theirs.flat, work.flat)()
@@ -403,149 +393,74 @@ class Survivors:
 
     def _speaker(self, rank: int, named: int | None, holders: set[int]) -> int:
         """Who speaks for the dead: whom the consensus has named, or else the next who can."""
-        return named if named in holders else min(holders, key=lambda each: (each - rank) % len(self._hosts))
+        return named if named in holders else min(holders, key=partial(self._members.distance, rank))
 
-    def _note(self, operation: _Operation) -> None:
-        missing = [rank for rank in operation.contributors if rank not in self._members]
-        self.lost += [Lost(rank, operation.number, operation.speakers.get(rank)) for rank in missing]
-
-    # ---- who is left -------------------------------------------------------------------------------------------------
-
-    def _recover(self) -> None:
-        """Go on with those who are left: a new data communicator, whose members are committed, and all know it."""
-        self._kept.clear()
-        while True:
-            self._revoke()
-            before, members = self._data.Get_group(), self._members
-            self._data = self._shrunk()
-            self._seen = time.monotonic()
-            self._generation += 1
-            self._members = tuple(members[place] for place in self._data.Get_group().Translate_ranks(None, before))
-            self._control.report(set(members) - set(self._members))
-            if self._settled():
-                self._control.node.backups = self._backups()
-                return
-
-    def _shrunk(self) -> MPI.Intracomm:
-        if not self._dozed:
-            return _raising(self._data.Shrink())
-        # Those who have excluded this rank might not answer it.
-        done: list[MPI.Intracomm] = []
-        threading.Thread(target=lambda: done.append(_raising(self._data.Shrink())), daemon=True).start()
-        while not done:
-            self._look_after()
-            time.sleep(POLL_S)
-        return done[0]
-
-    def _settled(self) -> bool:
-        """Has the consensus committed just these members, and does each of them know it?"""
-        node, members = self._control.node, set(self._members)
-        word = HOPE
-        while members <= set(node.committed.members) and not self._control.failed & members:
-            if node.lost_quorum or node.excluded:
-                word = 0
-                break
-            if members == set(node.committed.members):
-                word |= MATCHED
-                break
-            self._control.poll()
-            os.sched_yield()
-        bits, missing = self._agree(word)
-        if not bits & HOPE:
-            raise self._no_quorum()
-        return bool(bits & MATCHED) and not missing
-
-    def _no_quorum(self) -> RankFailedError:
-        """What is raised from now on."""
-        node = self._control.node
-        members = node.committed.members
-        gone = [rank for rank in members if rank in self._control.failed]
-        if node.excluded:
-            reason = f"the others have gone on without rank {self._rank}, which did not answer in time"
-        else:
-            here = _ranks([rank for rank in members if rank not in gone])
-            reason = (
-                f"of the last members, {_ranks(members)}, no more than {here} can be reached from here; to go on takes "
-                "more than half of them, or half with the lowest"
-            )
-        self._broken = error = RankFailedError(f"no quorum: {reason}", gone)
-        ending.lost()
-        return error
-
-    def _share(self, operation: _Operation) -> dict[int, _Word]:
-        """What every member says of the operation."""
-        mine = _Word(
+    def _word(self, operation: _Operation) -> _Word:
+        return _Word(
             operation.number,
             operation.signature,
             operation.refusal,
             operation.finished,
             tuple(operation.held),
-            self._control.stand_ins,
+            self._members.stand_ins,
         )
-        data = pickle.dumps(mine)
-        others = [place for place in range(self.size) if place != self._data.rank]
-        leaving = [self._data.Isend([data, MPI.BYTE], place, SHARE_TAG) for place in others]
-        words = {self._data.rank: mine}
-        self._dropped.append((self._operations, (leaving, data)))  # should it be broken off
-        for place in others:
-            coming = _Coming(self._data, place)
-            self._wait(coming)
-            assert coming.message is not None
-            buffer = np.empty(coming.status.Get_count(MPI.BYTE), np.uint8)
-            self._dropped.append((self._operations, buffer))
-            self._wait(coming.message.Irecv([buffer, MPI.BYTE]))
-            words[place] = pickle.loads(buffer.tobytes())
-        for request in leaving:
-            self._wait(request)
-        return {rank: words[place] for place, rank in enumerate(self._members)}
 
-    def _preferred(self, rank: int) -> list[int]:
-        """Who should hold a copy of what a rank puts in: those who follow it, those on other hosts first."""
-        size = len(self._hosts)
-        ring = [(rank + step) % size for step in range(1, size)]
-        living = [each for each in ring if each in self._members]
-        return sorted(living, key=lambda each: self._hosts[each] == self._hosts[rank])
+    def _note(self, operation: _Operation) -> None:
+        missing = [rank for rank in operation.contributors if rank not in self.members]
+        self.lost += [Lost(rank, operation.number, operation.speakers.get(rank)) for rank in missing]
 
-    def _backups(self) -> dict[int, list[int]]:
-        return {rank: self._preferred(rank)[: self._copies] for rank in self._members}
+    # ---- joins -------------------------------------------------------------------------------------------------------
 
-    # ---- MPI ---------------------------------------------------------------------------------------------------------
+    def grow(self, count: int, command: str = sys.executable, arguments: Sequence[str] = ()) -> tuple[int, ...]:
+        """Start `count` processes of a program, which become members by `Survivors.join()`; the ranks' numbers.
 
-    def _agree(self, word: int) -> tuple[int, bool]:
-        """The bits that are set on all members that live, and whether one of them is missing."""
-        bits = np.array([word], np.int32)
-        try:
-            self._wait(self._data.Iagree(bits))
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-                raise
-            return int(bits[0]), True
-        return int(bits[0]), False
+        All members call it, with the same arguments, where they might call an all-reduce. The new ranks have numbers
+        that nobody has had, and go on with the members' next call. HpcdlError on all: they could not be started, and
+        the members go on as they are. RankFailedError, as of an all-reduce: nothing was started. A process that has not
+        joined in a minute ends.
+        """
+        if count < 1:
+            raise ValueError(f"at least one rank joins, not {count}")
+        if not shutil.which(command):
+            raise ValueError(f"there is no program {command} that could be started")
+        what = f"grow by {count}: {' '.join([command, *arguments])}"
+        self._combined(np.zeros(1, np.uint8), "max", what=what)
+        self._operations += 1
+        self._kept.clear()
+        self._members.enter(self._operations, what)
+        before = self.members
+        told = _Told(self.policy, self.algorithm, self._operations, self.lost)
+        new = self._members.grow(count, command, arguments, told)
+        self.lost += [Lost(rank, self._operations, None) for rank in (*before, *new) if rank not in self.members]
+        if not new:
+            raise HpcdlError(f"no ranks have joined: {command} could not be started, or ended before it called join()")
+        return tuple(rank for rank in new if rank in self.members)
 
-    def _wait(self, request: Tested) -> None:
-        """Test one request until it is over; never several at once, where an error in one of them aborts Open MPI."""
-        while not request.Test():
-            self._look_after()
-            os.sched_yield()  # the rank waited for may need this core; time.sleep(0) takes 70 us
+    @classmethod
+    def join(cls, *, faults: Iterable[Fault] = ()) -> Survivors:
+        """Become a member, in a process that the members' `grow` has started."""
+        _check_ulfm()
+        if MPI.Comm.Get_parent() == MPI.COMM_NULL:
+            raise RuntimeError("nobody waits for this process: only one that Survivors.grow() has started can join")
+        members, told = Members.join()
+        survivors = cls.__new__(cls)
+        survivors._set_up(members, told.policy, told.algorithm, faults)
+        survivors._operations, survivors.lost = told.operations, [*told.lost]
+        return survivors
 
-    def _look_after(self) -> None:
-        """While waiting: let the consensus go on."""
-        now = time.monotonic()
-        away = now - self._seen
-        if away < POLL_S:
-            return
-        self._seen = now
-        if away > DOZE_S:
-            self._dozed = True
-            self._control.inquire()
-        self._control.poll()
-        node = self._control.node
-        if self._dozed and (node.excluded or node.lost_quorum):
-            raise self._no_quorum()
+    def broadcast(self, value: object) -> Any:
+        """What the lowest member passes, on all members: any object that can be pickled; what others pass is ignored.
 
-    def _revoke(self) -> None:
-        if not self._data.Is_revoked():
-            self._data.Revoke()
+        If the lowest one is lost in it, and what it passed with it, the next lowest takes its place.
+        """
+        while True:
+            data = pickle.dumps(value) if self.rank == self.members[0] else b""
+            length = int(self._combined(np.array([len(data)]), "max", what="broadcast: length")[0])
+            passed = np.zeros(length, np.uint8)
+            passed[: len(data)] = bytearray(data)
+            self._combined(passed, "max", what=f"broadcast: {length} bytes")
+            if passed.any():  # as any pickle has a byte that is not 0
+                return pickle.loads(passed.tobytes())
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -555,24 +470,23 @@ class Survivors:
             return
         self._closed = True
         missing = True
-        if self._broken is None:
-            self._seen, self._dozed = time.monotonic(), False
-            _, missing = self._agree(FINISHED)
+        if self._members.broken is None:
+            self._members.enter(self._operations + 1, "close")
+            _, missing = self._members.agree(FINISHED)
         if missing or self.lost:
             ending.lost()
         else:
             for kept in self._kept.values():
                 kept.exchange.close()
-            self._data.Free()
-            self._control.comm.Free()
+            self._members.free()
         self._kept.clear()
         ending.closed(self)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this Survivors is closed: make another one")
-        if self._broken is not None:
-            raise self._broken
+        if self._members.broken is not None:
+            raise self._members.broken
 
     def __enter__(self) -> Survivors:
         return self
@@ -627,17 +541,3 @@ def _all_finished(words: Mapping[int, _Word]) -> bool:
     """Have all finished the same exchange?"""
     finished = {word.finished for word in words.values()}
     return len(finished) == 1 and finished != {-1}
-
-
-def _own(members: Iterable[int]) -> dict[int, set[int]]:
-    """Who holds whose input when nothing has been sent yet."""
-    return {rank: {rank} for rank in members}
-
-
-def _raising(comm: Any) -> MPI.Intracomm:
-    comm.Set_errhandler(MPI.ERRORS_RETURN)  # which mpi4py raises
-    return comm  # type: ignore[no-any-return]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks)) or 'none'}"
