@@ -11,6 +11,7 @@ if under_launcher():
     from harness.child import Child as Side
 else:
     from harness.parent import Parent as Side
+    from harness.ulfm import open_mpi as open_mpi  # a fixture
 
 
 @pytest.hookimpl(trylast=True)  # pytest's own plugins must be there: a rank silences one of them

