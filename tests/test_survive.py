@@ -120,12 +120,12 @@ def test_every_reduction_length_and_type_survives_a_loss() -> None:
 
 @needs_ulfm
 def test_a_rank_that_is_late_is_no_loss_and_one_that_is_frozen_is() -> None:
-    late = kill(1, 15) | {"kind": "delay", "seconds": 2.5}
+    late = kill(1, 15) | {"kind": "delay", "seconds": 5.0}
     frozen = kill(2, 15) | {"kind": "stop"}
     patient, cold = played(
         {"policy": "exact", "ranks": 3, "faults": [late]},
         {"policy": "exact", "ranks": 4, "faults": [frozen], "wake_s": 7, "pause_s": 1},
-        detector_s=3,  # shorter, and while all ranks start on few cores some are silent for too long
+        detector_s=2.5,  # shorter, and while all ranks start on few cores some are silent for too long
     )
     assert not any("error" in line or line["lost"] for line in outcomes(patient))
     awake = [line for line in outcomes(cold) if "error" not in line]
@@ -174,6 +174,15 @@ def test_a_rank_that_raises_ends_alone_with_its_traceback() -> None:
     done = run("if comm.rank == 1: raise KeyError('fed up')\n    print(survivors.allreduce(x.copy())[0], flush=True)")
     assert done.stdout.splitlines() == ["4.0"] * 6
     assert done.stderr.count("KeyError: 'fed up'") == 1
+
+
+@needs_ulfm
+@pytest.mark.usefixtures("open_mpi")
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_ends_its_program_is_lost_to_the_others(status: int) -> None:
+    what = f"if comm.rank == 1: sys.exit({status})\n    print(survivors.allreduce(x.copy())[0], flush=True)"
+    done = run(what)
+    assert done.stdout.splitlines() == ["4.0"] * 6, done
 
 
 @pytest.mark.usefixtures("open_mpi")
