@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,27 @@ class Call(NamedTuple):
     what: str
 
 
+class Letter:
+    """A message on its way, which behaves like a request.
+
+    Persistent and synchronous, and freed only if it has arrived. Of other requests Open MPI says that they are over, or
+    have failed, and frees them, while the message still waits for a connection; where that is refused later, it ends
+    this process: "Send error after request freed".
+    """
+
+    def __init__(self, comm: MPI.Intracomm, data: bytes, place: int, tag: int) -> None:
+        self._data = data
+        request: Any = comm.Ssend_init([data, MPI.BYTE], place, tag)
+        request.Start()
+        self._request = request
+
+    def Test(self) -> bool:
+        if not self._request.Test():
+            return False
+        self._request.Free()
+        return True
+
+
 class Control:
     """One rank's node, and its post. `names` are those of the communicator's ranks, in their order."""
 
@@ -47,7 +68,8 @@ class Control:
         self._others = [name for name in names if name != node.rank]
         self._arriving: dict[int, tuple[MPI.Request, npt.NDArray[np.uint8]]] = {}
         self._unanswered = dict.fromkeys(self._others, (0, 0.0))
-        self._leaving: list[tuple[MPI.Request, bytes]] = []
+        self._leaving: list[Letter] = []
+        self._undeliverable: list[Letter] = []
         self._next_tick = 0.0
 
     def moved(self, comm: MPI.Intracomm, names: Sequence[int]) -> Control:
@@ -61,7 +83,7 @@ class Control:
         for rank in self._others:
             if rank not in self.failed:
                 self._receive(rank)
-        self._leaving = [each for each in self._leaving if not _is_over(each[0])]
+        self._leaving = [each for each in self._leaving if not self._is_over(each)]
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -127,11 +149,8 @@ class Control:
     def _send(self, outgoing: Iterable[tuple[int, Message | Call]]) -> None:
         for rank, message in outgoing:
             if rank in self._places and rank not in self.failed and self._may_send(rank):
-                data = pickle.dumps(message)
                 try:
-                    # Isend is over while the message still waits for a connection in Open MPI, and where none can be
-                    # made that ends the process: "Send error after request freed".
-                    self._leaving.append((self.comm.Issend([data, MPI.BYTE], self._places[rank], TAG), data))
+                    self._leaving.append(Letter(self.comm, pickle.dumps(message), self._places[rank], TAG))
                 except MPI.Exception:
                     continue  # it is dead
 
@@ -143,10 +162,9 @@ class Control:
         self._unanswered[rank] = count + 1, now + PAUSE_S
         return True
 
-
-def _is_over(request: MPI.Request) -> bool:
-    """Has the message left, or can it not?"""
-    try:
-        return request.Test()
-    except MPI.Exception:
-        return True
+    def _is_over(self, letter: Letter) -> bool:
+        try:
+            return letter.Test()
+        except MPI.Exception:
+            self._undeliverable.append(letter)  # MPI may still have it
+            return True

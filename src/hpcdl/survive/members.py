@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from hpcdl.errors import HpcdlError, RankFailedError
 from hpcdl.survive import ending
-from hpcdl.survive.control import Call, Control
+from hpcdl.survive.control import Call, Control, Letter
 from hpcdl.survive.exchange import Tested
 from hpcdl.survive.raft import Node
 
@@ -163,9 +163,9 @@ class Members:
         """What every member says, by its name; MPI.Exception if one of them is lost."""
         data = pickle.dumps(word)
         others = [place for place in range(len(self.names)) if place != self.wire.rank]
-        leaving = [self.wire.Issend([data, MPI.BYTE], place, TELL_TAG) for place in others]
+        leaving = [Letter(self.wire, data, place, TELL_TAG) for place in others]
         words = {self.wire.rank: word}
-        self.keep((leaving, data))  # should it be broken off
+        self.keep(leaving)  # should it be broken off
         for place in others:
             coming = _Coming(self.wire, place)
             self.wait(coming)
