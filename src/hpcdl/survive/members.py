@@ -24,6 +24,7 @@ from hpcdl.errors import HpcdlError, RankFailedError
 from hpcdl.survive import ending
 from hpcdl.survive.control import Call, Control, Letter
 from hpcdl.survive.exchange import Tested
+from hpcdl.survive.pulse import Pulse, given_up_s
 from hpcdl.survive.raft import Node
 
 TELL_TAG = 3
@@ -33,8 +34,6 @@ DOZE_S = 0.5
 """Who was away for so long while it waited, as no rank that computes is, may have been taken for dead: it asks."""
 ASK_S = 1.0
 """Who waits for so long in one call tells the others which: it may be another one than theirs."""
-KEPT_FOR = 10
-"""So many calls later MPI has surely let go of the buffers of what was broken off."""
 
 JOIN_S = 60
 """A rank that was started to join, and by then has not, ends: those who have started it may be lost."""
@@ -88,11 +87,12 @@ class Members:
         self._hosts = welcome.hosts
         node = Node(self.rank, welcome.first, Random(self.rank), self.backups())
         self._control = Control(control, self.names, node)
-        self._dropped: list[tuple[int, object]] = []
-        self._calls = 0
+        self._kept: list[object] = []
         self._call = welcome.call
         self._seen, self._dozed = 0.0, False
         self._ask_at: float | None = None
+        self._given_up_s, self._was_given_up = given_up_s(), False
+        self._pulse = Pulse() if self._given_up_s < math.inf else None
 
     @classmethod
     def begin(cls, comm: MPI.Intracomm, copies: int) -> Members:
@@ -133,14 +133,13 @@ class Members:
 
     def enter(self, number: int, what: str) -> None:
         """A call begins in which ranks wait for each other."""
-        self._call, self._calls = Call(number, what), self._calls + 1
+        self._call = Call(number, what)
         self._seen = time.monotonic()
         self._dozed, self._ask_at = False, self._seen + ASK_S
-        self._dropped = [each for each in self._dropped if each[0] + KEPT_FOR > self._calls]
 
     def keep(self, what: object) -> None:
-        """MPI may still write to it, or read from it."""
-        self._dropped.append((self._calls, what))
+        """Never let go of it: MPI may read from it, or write to it, when a frozen rank wakes."""
+        self._kept.append(what)
 
     def wait(self, request: Tested) -> None:
         """Test one request until it is over; never several at once, where an error in one of them aborts Open MPI."""
@@ -165,17 +164,20 @@ class Members:
         others = [place for place in range(len(self.names)) if place != self.wire.rank]
         leaving = [Letter(self.wire, data, place, TELL_TAG) for place in others]
         words = {self.wire.rank: word}
-        self.keep(leaving)  # should it be broken off
-        for place in others:
-            coming = _Coming(self.wire, place)
-            self.wait(coming)
-            assert coming.message is not None
-            buffer = np.empty(coming.status.Get_count(MPI.BYTE), np.uint8)
-            self.keep(buffer)
-            self.wait(coming.message.Irecv([buffer, MPI.BYTE]))
-            words[place] = pickle.loads(buffer.tobytes())
-        for request in leaving:
-            self.wait(request)
+        buffers = []
+        try:
+            for place in others:
+                coming = _Coming(self.wire, place)
+                self.wait(coming)
+                assert coming.message is not None
+                buffers.append(np.empty(coming.status.Get_count(MPI.BYTE), np.uint8))
+                self.wait(coming.message.Irecv([buffers[-1], MPI.BYTE]))
+                words[place] = pickle.loads(buffers[-1].tobytes())
+            for letter in leaving:
+                self.wait(letter)
+        except BaseException:
+            self.keep((leaving, buffers))
+            raise
         return {rank: words[place] for place, rank in enumerate(self.names)}
 
     def revoke(self) -> None:
@@ -206,7 +208,11 @@ class Members:
             self._ask_at = None
             self.revoke()  # they wait for each other in different calls, and will find out in which
         node = self._control.node
-        if self._dozed and (node.excluded or node.lost_quorum):
+        # Who was frozen for longer than the detector waits was given up. To ask would take the time in which its own
+        # detector, which has missed the others as well, tells them that one of them is dead.
+        if self._pulse and away > self._given_up_s and self._pulse.pause() > self._given_up_s / 2:
+            self._was_given_up = True
+        if self._was_given_up or (self._dozed and (node.excluded or node.lost_quorum)):
             raise self._no_quorum()
 
     # ---- losses ------------------------------------------------------------------------------------------------------
@@ -266,7 +272,7 @@ class Members:
         node = self._control.node
         members = node.committed.members
         gone = [rank for rank in members if rank in self._control.failed]
-        if node.excluded:
+        if node.excluded or self._was_given_up:
             reason = f"the others have gone on without rank {self.rank}, which did not answer in time"
         else:
             here = listed([rank for rank in members if rank not in gone])

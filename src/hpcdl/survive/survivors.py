@@ -25,7 +25,6 @@ Why nobody returns what another does not, window by window:
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import sys
@@ -49,6 +48,7 @@ from hpcdl.survive import ending
 from hpcdl.survive.exchange import Copies, Exchange, Ground, placement
 from hpcdl.survive.faults import Fault, Messages
 from hpcdl.survive.members import Members, listed
+from hpcdl.survive.pulse import TRUE, setting
 from hpcdl.topology import group_by
 
 Policy: TypeAlias = Literal["exact", "survivors", "raise"]
@@ -507,7 +507,7 @@ def _check_ulfm() -> None:
             f"{vendor} {'.'.join(map(str, version))} ends the job with its first lost rank; going on without it takes "
             f"Open MPI 5, started with mpiexec --with-ft ulfm. {instead}"
         )
-    if os.environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true", "yes", "enabled"):  # noqa: SIM112
+    if setting("enable").lower() not in TRUE:
         raise RuntimeError(f"Open MPI runs without ULFM here: start it with mpiexec --with-ft ulfm. {instead}")
 
 
