@@ -47,6 +47,8 @@ FLOORS = {
 
 ABOUT_TORCH = ("torch", "compress")
 """They are of no use without it."""
+TRAINING = (SOURCE / "survive" / "training.py").resolve()
+"""Nor is this, and nothing else of its part imports it."""
 
 
 def files() -> Iterator[tuple[Path, str]]:
@@ -97,5 +99,5 @@ def test_imports_go_down_only(file: Path, part: str) -> None:
             assert below is None or FLOORS[below] <= FLOORS[part], f"{file.name} imports upwards: {module}"
         if part == "collectives":
             assert below == part or package in sys.stdlib_module_names, f"{file.name} imports {module}"
-        if part not in ABOUT_TORCH and where == "top":
+        if part not in ABOUT_TORCH and file != TRAINING and where == "top":
             assert package not in ("torch", "cupy"), f"{file.name} imports {package} at its top"

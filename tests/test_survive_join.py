@@ -81,6 +81,14 @@ def test_ranks_that_have_joined_are_survived_as_others_are_and_so_are_those_that
     assert played(tmp_path, "survivors", after=after) == [f"rank {rank} {told}" for rank in (0, 1, 4)]
 
 
+def test_more_may_join_later_with_numbers_of_their_own(tmp_path: Path) -> None:
+    """Ranks 4 and 5 take part in starting rank 6, which joins with the next call."""
+    again = "survivors.grow(1, sys.executable, [__file__])"
+    after = f"survivors.members == (0, 1, 3, 4, 5) and {again}"
+    told = "has {'step': 7} sum 123 members (0, 1, 3, 4, 5, 6) lost [2]"
+    assert played(tmp_path, after=after) == [f"rank {rank} {told}" for rank in (0, 1, 3, 4, 5, 6)]
+
+
 def test_if_the_rank_that_has_the_state_is_lost_the_next_one_gives_its_own(tmp_path: Path) -> None:
     after = "survivors.rank == 0 and die()"
     told = "has mine sum 58 members (1, 3, 4, 5) lost [2, 0]"

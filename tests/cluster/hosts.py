@@ -23,6 +23,8 @@ from typing import TextIO
 NAMES, ADDRESSES = "hpcdl-", "10.77.0."
 """Host 3 is hpcdl-3 with the address 10.77.0.3; nothing without the first prefix is touched."""
 SWITCH = f"{NAMES}switch"
+BRIDGE, OTHER = "bridge", "other"
+"""Where all are plugged in, and where those are that were parted from the rest."""
 NAMESPACES = Path("/run/netns")
 LOCK = Path("/run/hpcdl-hosts.lock")
 HERE = str(Path(__file__).resolve())
@@ -81,13 +83,14 @@ class Hosts:
 
     def _bring_up(self) -> None:
         ip("netns", "add", SWITCH)
-        ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
-        ip("-n", SWITCH, "link", "set", "bridge", "up")
+        for bridge in (BRIDGE, OTHER):
+            ip("-n", SWITCH, "link", "add", bridge, "type", "bridge")
+            ip("-n", SWITCH, "link", "set", bridge, "up")
         for number in range(1, self.count + 1):
-            host, port = f"{NAMES}{number}", f"port{number}"
+            host, port = f"{NAMES}{number}", self._port(number)
             ip("netns", "add", host)
             ip(*f"link add eth0 netns {host} type veth peer name {port} netns {SWITCH}".split())
-            ip("-n", SWITCH, "link", "set", port, "master", "bridge", "up")
+            ip("-n", SWITCH, "link", "set", port, "master", BRIDGE, "up")
             ip("-n", host, "addr", "add", f"{ADDRESSES}{number}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 ip("-n", host, "link", "set", link, "up")
@@ -96,8 +99,7 @@ class Hosts:
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """What to run for argv to run on that host, numbered from 1."""
-        if not 1 <= host <= self.count:
-            raise ValueError(f"there is no host {host}: they are 1 to {self.count}")
+        self._port(host)
         return [sys.executable, HERE, f"{NAMES}{host}", shlex.join(argv)]
 
     def mpiexec(
@@ -107,8 +109,12 @@ class Hosts:
         per_host: int,
         argv: Sequence[str],
         env: Mapping[str, str] | None = None,
+        extra: Sequence[str] = (),
     ) -> list[str]:
-        """What to run for argv to run in so many ranks on every host, under the mpich or openmpi of that bin/."""
+        """What to run for argv to run in so many ranks on every host, under the mpich or openmpi of that bin/.
+
+        `extra` are options for its mpiexec.
+        """
         numbers = range(1, self.count + 1)
         if mpi == "mpich":
             # Else UCX looks for faster networks, and in shared memory that the hosts do not share.
@@ -126,8 +132,32 @@ class Hosts:
         else:
             raise ValueError(f"mpi is mpich or openmpi, not {mpi!r}")
         variables = [f"{name}={value}" for name, value in (ours | dict(env or {})).items()]
-        launcher = [str(Path(bin_dir) / "mpiexec"), *options, "-n", str(per_host * self.count)]
+        launcher = [str(Path(bin_dir) / "mpiexec"), *options, *extra, "-n", str(per_host * self.count)]
         return self.command(1, ["env", *variables, *launcher, *argv])
+
+    def cut(self, number: int) -> None:
+        """Pull that host's cable: what is on its way is lost, and no process is told."""
+        ip("-n", SWITCH, "link", "set", self._port(number), "down")
+
+    def part(self, *numbers: int) -> None:
+        """Put these hosts on a switch of their own: they reach each other, and none of the rest."""
+        for port in [self._port(number) for number in numbers]:
+            ip("-n", SWITCH, "link", "set", port, "master", OTHER)
+
+    def mend(self, number: int) -> None:
+        """Plug that host in again, where the others are, and wait until it has seen that."""
+        ip("-n", SWITCH, "link", "set", self._port(number), "master", BRIDGE, "up")
+        end = time.monotonic() + 10
+        while "LOWER_UP" not in (said := ip("-n", f"{NAMES}{number}", "link", "show", "eth0")) or " UP " not in said:
+            if time.monotonic() > end:
+                raise TimeoutError(f"host {number} is plugged in, and has no network: {said.strip()}")
+            time.sleep(0.01)
+
+    def _port(self, number: int) -> str:
+        """Where its cable ends on the switch."""
+        if not 1 <= number <= self.count:
+            raise ValueError(f"there is no host {number}: they are 1 to {self.count}")
+        return f"port{number}"
 
 
 def locked() -> TextIO:

@@ -40,6 +40,16 @@ with socket.create_server(("", 7777)) as server:
 """
 SEND = f"import socket; socket.create_connection(('{ADDRESSES}1', 7777)).sendall(bytes(4_000_000))"
 
+REACH = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 7777), timeout=2)  # what is lost at first is sent again
+except ConnectionRefusedError:
+    print("there")  # and nobody listens
+except OSError as error:
+    print(error)
+"""
+
 KILLED = """
 import os, subprocess
 from cluster.hosts import Hosts
@@ -52,6 +62,11 @@ os._exit(0)
 
 def left() -> list[str]:
     return [path.name for path in NAMESPACES.glob(f"{NAMES}*")]
+
+
+def reaches(hosts: Hosts, host: int, other: int) -> bool:
+    line = hosts.command(host, [sys.executable, "-c", REACH, f"{ADDRESSES}{other}"])
+    return subprocess.run(line, capture_output=True, text=True, timeout=10, check=True).stdout == "there\n"
 
 
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec of MPICH or Open MPI beside this python")
@@ -87,6 +102,23 @@ def test_a_host_sends_no_faster_than_its_rate() -> None:
     burst = 128 << 10
     assert int(received) == 4_000_000
     assert float(seconds) >= (int(received) - 2 * burst) / (100e6 / 8)
+
+
+def test_a_host_that_is_cut_off_reaches_nobody_until_it_is_mended() -> None:
+    with Hosts(3) as hosts:
+        assert reaches(hosts, 1, 2)
+        hosts.cut(2)
+        assert [reaches(hosts, *pair) for pair in ((1, 2), (2, 1), (1, 3))] == [False, False, True]
+        hosts.mend(2)
+        assert reaches(hosts, 1, 2)
+
+
+def test_hosts_that_are_parted_from_the_rest_reach_each_other() -> None:
+    with Hosts(4) as hosts:
+        hosts.part(2, 4)
+        assert [reaches(hosts, *pair) for pair in ((2, 4), (1, 3), (1, 2), (4, 3))] == [True, True, False, False]
+        hosts.mend(2)
+        assert [reaches(hosts, *pair) for pair in ((1, 2), (2, 4))] == [True, False]
 
 
 def test_what_runs_on_a_host_ends_with_it() -> None:
@@ -127,5 +159,7 @@ def test_there_is_no_host_beyond_the_last() -> None:
         for host in (0, 2):
             with pytest.raises(ValueError, match=f"there is no host {host}"):
                 hosts.command(host, ["true"])
+            with pytest.raises(ValueError, match=f"there is no host {host}"):
+                hosts.part(1, host)
         with pytest.raises(ValueError, match="mpich or openmpi, not 'lam'"):
             hosts.mpiexec("lam", "/bin", 1, ["true"])

@@ -7,8 +7,9 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +22,7 @@ from hpcdl import data, text, verdict
 from hpcdl.cli.agreed import Refused, agree, begin, complain
 from hpcdl.cli.train_log import Log, plain
 from hpcdl.cli.train_options import COMPRESSION, LOG_STEPS, MODELS, add_arguments, choose
-from hpcdl.cli.train_report import compressed_by, header, pays, reporting, table
+from hpcdl.cli.train_report import compressed_by, exchange, header, pays, reporting, table
 from hpcdl.data import DataError
 from hpcdl.environment import cores_per_rank
 from hpcdl.errors import HpcdlError
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
     from hpcdl.compress import Compression, Method
     from hpcdl.preemption import Preemption
+    from hpcdl.torch.checkpoint import Checkpoint
     from hpcdl.torch.parallel import DistributedDataParallel
+    from hpcdl.torch.recipe import Schedule
     from hpcdl.torch.tasks import Task
     from hpcdl.torch.train import Epoch, Trainer
 
@@ -54,12 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    if arguments.survive and MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        from hpcdl.cli import train_survive
+
+        return train_survive.join(comm, arguments)
     begin(comm)
     try:
         compare(comm, arguments)
     except Refused as refusal:
         complain(comm, str(refusal))
         return 2
+    if arguments.survive:
+        from hpcdl.cli import train_survive
+
+        return train_survive.run(comm, arguments)
     if not arguments.checkpoint:
         return train(comm, arguments)
     with preemption(comm) as stop:
@@ -84,9 +95,11 @@ def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption |
 
     began, first = perf_counter(), comm.rank == 0
     if first:
-        print(header(arguments, trainer), flush=True)
+        print(header(arguments, trainer, comm.size, exchange(arguments, trainer)), flush=True)
     stopped = unsaved = None
-    with log or nullcontext(), reporting(trainer, arguments.epochs, on=first) as (on_step, on_epoch):
+    done = trainer.steps - trainer.updates(len(trainer.epochs))
+    done *= trainer.growth.batch(len(trainer.epochs))
+    with log or nullcontext(), reporting(trainer, arguments.epochs, done, on=first) as (on_step, on_epoch):
         try:
             stopped = follow(trainer, arguments, log, on_step, on_epoch, stop)
         except CheckpointError as error:  # the same on all ranks
@@ -105,7 +118,9 @@ def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption |
         scale = f", {left_out} of them left out; loss scale {trainer.scaler.get_scale():g}" if trainer.scaler else ""
         spent = f"{seconds:.1f} s, {trainer.steps} steps{scale}"
         print(f"{spent}; largest difference of a parameter between ranks: {apart:g}", flush=True)
-    failure = judge(trainer, apart, arguments.target_accuracy)
+    where = trainer.first_not_finite()
+    first_at = where and (f"step {where.step} on rank {where.rank}", where.parameter)
+    failure = judge(trainer.epochs[-1], first_at, apart, arguments.target_accuracy)
     failure = unsaved or failure
     if failure:
         complain(comm, failure)
@@ -133,6 +148,15 @@ def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer
         hpcdl.allreduce(np.zeros(1), comm, algorithm=arguments.algorithm)
     except (ValueError, HpcdlError) as error:
         raise Refused(f"--algorithm {arguments.algorithm}: {error}") from error
+    task, model = learnt(comm, arguments)
+    trainer = assemble(comm, arguments, task, model)
+    if arguments.checkpoint:
+        begin_or_resume(trainer, arguments)
+    return trainer, open_log(comm, arguments, trainer.steps)
+
+
+def learnt(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Task, nn.Module]:
+    """What is learnt and by which network, once the data are read and torch knows how many threads it has."""
     differs = verdict.difference(comm, "model", arguments.model)  # chosen by the data, which lies elsewhere on each
     if differs:
         raise Refused(differs)
@@ -164,13 +188,9 @@ def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer
     task: Task
     task = image_task(source) if isinstance(source, data.ImageSet) else text_task(source, arguments.block_size)
     try:
-        model = build(arguments.model, task, seed=arguments.seed)
+        return task, build(arguments.model, task, seed=arguments.seed)
     except ValueError as error:
         raise Refused(f"--model {arguments.model}: {error}") from error
-    trainer = assemble(comm, arguments, task, model)
-    if arguments.checkpoint:
-        begin_or_resume(trainer, arguments)
-    return trainer, open_log(trainer, arguments)
 
 
 def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, model: nn.Module) -> Trainer:
@@ -179,8 +199,7 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
 
     from hpcdl.torch.growth import BatchGrowth
     from hpcdl.torch.hooks import has_a_wire
-    from hpcdl.torch.recipe import Schedule, optimizer, scheduler
-    from hpcdl.torch.schedules import linear_scaled_lr
+    from hpcdl.torch.recipe import optimizer, scheduler
     from hpcdl.torch.train import Trainer
 
     batch = arguments.batch_size * arguments.accumulate * comm.size
@@ -191,23 +210,8 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
         except ValueError as error:
             raise Refused(f"--grow-batch {arguments.grow_batch}: {error}") from error
         most = arguments.max_batch_size
-    lr, start = arguments.lr, None
-    if arguments.base_batch:
-        lr = linear_scaled_lr(arguments.lr, batch, arguments.base_batch)
-        start = min(1.0, arguments.lr / lr)
-    schedule = Schedule(
-        arguments.schedule,
-        milestones=arguments.milestones,
-        gamma=arguments.gamma,
-        lowest=arguments.min_lr / arguments.lr,
-        cycle_epochs=arguments.cycle_epochs,
-        low_momentum=arguments.low_momentum,
-        warmup_epochs=arguments.warmup_epochs,
-        start_factor=start,
-    )
-    settings: dict[str, Any] = {"schedule": str(schedule), "growth": str(growth)}
-    if schedule.name != "constant" or schedule.warmup_epochs:  # which holds the rates, also those yet to come
-        settings |= {"epochs": arguments.epochs, "lr": lr, "momentum": arguments.momentum}
+    lr, schedule, settings = plan(arguments, batch)
+    settings["growth"] = str(growth)
     method = compressor(arguments)
     if method:
         settings["compression"] = compressed_by(arguments)
@@ -252,6 +256,31 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
     return trainer
 
 
+def plan(arguments: argparse.Namespace, batch: int) -> tuple[float, Schedule, dict[str, Any]]:
+    """The rate for a global batch, how it goes, and what of that must be the same to go on from a checkpoint."""
+    from hpcdl.torch.recipe import Schedule
+    from hpcdl.torch.schedules import linear_scaled_lr
+
+    lr, start = arguments.lr, None
+    if arguments.base_batch:
+        lr = linear_scaled_lr(arguments.lr, batch, arguments.base_batch)
+        start = min(1.0, arguments.lr / lr)
+    schedule = Schedule(
+        arguments.schedule,
+        milestones=arguments.milestones,
+        gamma=arguments.gamma,
+        lowest=arguments.min_lr / arguments.lr,
+        cycle_epochs=arguments.cycle_epochs,
+        low_momentum=arguments.low_momentum,
+        warmup_epochs=arguments.warmup_epochs,
+        start_factor=start,
+    )
+    settings: dict[str, Any] = {"schedule": str(schedule)}
+    if schedule.name != "constant" or schedule.warmup_epochs:  # which holds the rates, also those yet to come
+        settings |= {"epochs": arguments.epochs, "lr": lr, "momentum": arguments.momentum}
+    return lr, schedule, settings
+
+
 def compressor(arguments: argparse.Namespace) -> Method | None:
     """What compresses the gradients."""
     if not arguments.compress:
@@ -280,10 +309,7 @@ def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
     from hpcdl.torch.checkpoint import CheckpointError
 
     comm, folder = trainer.comm, Path(arguments.checkpoint)
-    agree(comm, unusable("--checkpoint", folder))
-    if not arguments.resume:
-        there = f"--checkpoint: {folder} holds checkpoints: go on from them by --resume, or name another folder"
-        agree(comm, there if any(folder.glob("checkpoint-*")) else None)
+    if not resumes(comm, arguments):
         return
     try:
         with warnings.catch_warnings(record=True) as passed_over:
@@ -291,6 +317,21 @@ def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
             checkpoint = trainer.resume(folder)
     except CheckpointError as error:
         raise Refused(f"--resume: {error}") from error
+    tell_resumed(folder, checkpoint, passed_over)
+
+
+def resumes(comm: MPI.Intracomm, arguments: argparse.Namespace) -> bool:
+    """Is a checkpoint to be gone on from? The folder can be written to, and if not, it holds none."""
+    folder = Path(arguments.checkpoint)
+    agree(comm, unusable("--checkpoint", folder))
+    if not arguments.resume:
+        there = f"--checkpoint: {folder} holds checkpoints: go on from them by --resume, or name another folder"
+        agree(comm, there if any(folder.glob("checkpoint-*")) else None)
+    return bool(arguments.resume)
+
+
+def tell_resumed(folder: Path, checkpoint: Checkpoint | None, passed_over: Iterable[warnings.WarningMessage]) -> None:
+    """From where a training goes on, and which checkpoints it has passed over."""
     for warning in passed_over:
         logger.info("%s", warning.message)
     if checkpoint is None:
@@ -299,19 +340,24 @@ def begin_or_resume(trainer: Trainer, arguments: argparse.Namespace) -> None:
         logger.info("going on from %s, step %d", checkpoint.path, checkpoint.step)
 
 
-def open_log(trainer: Trainer, arguments: argparse.Namespace) -> Log | None:
+def open_log(comm: MPI.Intracomm, arguments: argparse.Namespace, step: int) -> Log | None:
     """Rank 0's log, if one is wanted."""
-    comm, log, problem = trainer.comm, None, None
+    log, problem = None, None
     if arguments.log_dir and comm.rank == 0:
         folder = Path(arguments.log_dir)
         problem = unusable("--log-dir", folder)
         if problem is None:
-            settings = {name: value for name, value in vars(arguments).items() if name != "run"}
-            log = Log(folder, {**settings, "ranks": comm.size}, trainer.steps)
+            log = Log(folder, logged(arguments, comm.size), step)
             if log.missing:
                 logger.info(log.missing)
     agree(comm, problem)
     return log
+
+
+def logged(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """What a log begins with."""
+    settings = {name: value for name, value in vars(arguments).items() if name != "run"} | {"ranks": ranks}
+    return settings | {"fault": [asdict(fault) for fault in arguments.fault or ()]}
 
 
 def unusable(option: str, folder: Path) -> str | None:
@@ -377,14 +423,16 @@ def state(trainer: Trainer) -> dict[str, float]:
     return values | ({"loss_scale": trainer.scaler.get_scale()} if trainer.scaler else {})
 
 
-def judge(trainer: Trainer, spread: float, target: float | None) -> str | None:
-    """What has gone wrong, in one line; None if nothing has; a collective call."""
-    last, where = trainer.epochs[-1], trainer.first_not_finite()
+def judge(last: Epoch, first_at: tuple[str, str | None] | None, spread: float, target: float | None) -> str | None:
+    """What has gone wrong, in one line; None if nothing has.
+
+    `first_at` is where the loss was first not finite, and the parameter whose gradient was not either.
+    """
     if not math.isfinite(last.loss):
-        if where is None:  # no step was taken at all
+        if first_at is None:  # no step was taken at all
             return f"all {last.skipped} steps of epoch {last.number} were left out, as their gradients were not finite"
-        first = f"first at step {where.step} on rank {where.rank}"
-        first += f" with the gradient of {where.parameter}" if where.parameter else ""
+        where, parameter = first_at
+        first = f"first at {where}{f' with the gradient of {parameter}' if parameter else ''}"
         return f"the training diverged in epoch {last.number} (loss {last.loss:g}, {first}): try a smaller --lr"
     if not math.isfinite(spread):
         return f"after epoch {last.number} some parameters are not finite: try a smaller --lr"

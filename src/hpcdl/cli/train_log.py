@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpcdl.survive.training import Change
     from hpcdl.torch.train import Epoch, Measured
 
 
@@ -25,8 +26,8 @@ class Log:
     """One rank's log of a training in a folder: log.jsonl, which is appended to, and TensorBoard's files beside it.
 
     Each line is an object. "kind" is "start", with the settings and the step that is gone on from (what stands above
-    of later steps is void), "train" (the steps since the line before), "epoch" (the whole epoch) or "stop" (with the
-    reason and the checkpoint to go on from).
+    of later steps is void), "train" (the steps since the line before), "epoch" (the whole epoch), "loss" (ranks were
+    lost, or have joined) or "stop" (with the reason and the checkpoint to go on from).
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], step: int) -> None:
@@ -54,6 +55,10 @@ class Log:
     def stop(self, step: int, reason: str | None, checkpoint: Path) -> None:
         """The last line of a training that was asked to stop."""
         self._put({"kind": "stop", "step": step, "reason": reason, "checkpoint": str(checkpoint)})
+
+    def loss(self, step: int, epoch: int, change: Change) -> None:
+        """Who was lost or has joined, and how the training goes on."""
+        self._put({"kind": "loss", "step": step, "epoch": epoch, **change._asdict(), "lost": [*map(list, change.lost)]})
 
     def _put(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdl.cli.arguments import count, epochs, factor, momentum, number_from_0, rate, seed, share
+from hpcdl.cli.arguments import count, epochs, factor, momentum, number, number_from_0, rate, seed, share
+from hpcdl.survive.faults import Fault
 
 
 class Kind(NamedTuple):
@@ -29,7 +31,8 @@ MODELS = {
     "transformer": Kind("text", {"adam": 0.003, "sgd": 0.3, "rmsprop": 0.003, "lars": 8.0}, 1),
 }
 MOMENTA = {"sgd": 0.9, "adam": 0.9, "rmsprop": 0.0, "lars": 0.9}
-BLOCK_SIZE = 64
+ALGORITHM, BLOCK_SIZE = "binary_blocks", 64
+BUCKET_CAP_MB = 25.0
 LOG_STEPS = 20
 """How many steps come between two lines of the log: each is an all-reduce of six numbers."""
 
@@ -67,9 +70,16 @@ RANK = 4
 
 EPILOG = """\
 Exit status: 0 if all is well; 1 if the training failed: it diverged, missed --target-accuracy, a checkpoint could not
-be written, or the ranks' parameters differ; 2 if it could not begin: a wrong argument, no data, no torch; with
---checkpoint also 75: it was asked to stop by SIGTERM or SIGUSR1, has written a checkpoint and can go on with --resume.
+be written, or the ranks' parameters differ, or with --survive too few are left; 2 if it could not begin: a wrong
+argument, no data, no torch; with --checkpoint, and without --survive, also 75: it was asked to stop by SIGTERM or
+SIGUSR1, has written a checkpoint and can go on with --resume.
 """
+SURVIVE = (
+    "Needs Open MPI 5, started as mpiexec --with-ft ulfm. Each rank keeps its --batch-size: where ranks are lost the "
+    "global batch becomes smaller, and the rate with it, in proportion (Goyal et al. 2017), counted from the ranks of "
+    "the beginning. An epoch stays an epoch: what a lost rank had not brought in the others take over, and a schedule "
+    "counts samples. Where fewer than a quorum are left it ends with status 1. A signal ends the rank that it reaches"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_schedule(parser.add_argument_group("the learning rate over time; epochs may be parts, such as 2.5"))
     _add_wire(parser.add_argument_group("numbers and messages"))
     _add_compression(parser.add_argument_group("compressed gradients"))
+    _add_survival(parser.add_argument_group("lost ranks", SURVIVE))
     _add_output(parser.add_argument_group("what is written"))
 
 
@@ -200,7 +211,7 @@ def _add_wire(group: argparse._ArgumentGroup) -> None:
         help="what forward and backward compute in; parameters and their changes stay in float32. fp16 scales the loss "
         "and takes 40 times as long as fp32 on a CPU (%(default)s)",
     )
-    option("--algorithm", metavar="NAME", help="the all-reduce (binary_blocks)")
+    option("--algorithm", metavar="NAME", help=f"the all-reduce ({ALGORITHM})")
     option(
         "--wire-dtype",
         choices=("bfloat16", "float16"),
@@ -210,9 +221,8 @@ def _add_wire(group: argparse._ArgumentGroup) -> None:
     option(
         "--bucket-cap-mb",
         type=rate,
-        default=25.0,
         metavar="MIB",
-        help="gradients are reduced in buckets of up to so many MiB (%(default)g)",
+        help=f"gradients are reduced in buckets of up to so many MiB ({BUCKET_CAP_MB:g})",
     )
     option(
         "--overlap",
@@ -263,6 +273,35 @@ def _add_compression(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_survival(group: argparse._ArgumentGroup) -> None:
+    option = group.add_argument
+    option(
+        "--survive",
+        choices=("exact", "survivors"),
+        help="go on when ranks are lost. exact: others hold a copy of what each puts into a step, which is finished as "
+        "if all were there; survivors: it is finished without the lost, whose samples are dealt again",
+    )
+    option(
+        "--replace",
+        action="store_true",
+        help="start as many new ranks as were lost, by this command line; they get all they need from the others. "
+        "mpiexec needs --prtemca state_base_recoverable 1 for it, else it ends all of them with the first that is lost",
+    )
+    option(
+        "--fault",
+        type=fault,
+        action="append",
+        metavar="RANK:MESSAGE[:WHEN[:KIND[:SECONDS]]]",
+        help="to try it: at that message, counted from 0 over all steps, before or after it is posted or at its "
+        "completion, have the rank killed (kill), frozen (stop) or delayed (delay); again for more",
+    )
+    option(
+        "--status",
+        metavar="FILE",
+        help="write the exit status into FILE at the very end: mpiexec gives 0 also where all ranks were killed",
+    )
+
+
 def _add_output(group: argparse._ArgumentGroup) -> None:
     option = group.add_argument
     option("--checkpoint", metavar="DIR", help="write a checkpoint into DIR at the end of every epoch")
@@ -284,11 +323,48 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def choose(arguments: argparse.Namespace) -> str | None:
     """Fill in what was left open; what contradicts itself, in one line."""
     return (
-        _choose_task(arguments)
+        _choose_survival(arguments)
+        or _choose_task(arguments)
         or _choose_compression(arguments)
         or _choose_wire(arguments)
         or _choose_schedule(arguments)
     )
+
+
+def fault(text: str) -> Fault:
+    """A failure on purpose."""
+    words = text.split(":")
+    if not 2 <= len(words) <= 5:
+        raise argparse.ArgumentTypeError(f"{text} is not RANK:MESSAGE[:WHEN[:KIND[:SECONDS]]], as is 3:120:before:kill")
+    rank, message, *rest = words
+    if not (rank.isdecimal() and message.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text}: {rank} and {message} are no whole numbers from 0 upwards")
+    seconds = [number(each) for each in rest[2:]]
+    if any(map(math.isnan, seconds)):
+        raise argparse.ArgumentTypeError(f"{text}: {rest[2]} is no number of seconds")
+    try:
+        return Fault(int(rank), int(message), *rest[:2], *seconds)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def _choose_survival(arguments: argparse.Namespace) -> str | None:
+    if not arguments.survive:
+        for name in ("replace", "fault", "status"):
+            if getattr(arguments, name):
+                return f"{_option(name)} is for --survive POLICY"
+        return None
+    for name in ("compress", "wire_dtype", "bucket_cap_mb"):
+        if value := getattr(arguments, name):
+            return f"--survive adds up whole gradients in float32, in one go: leave out {_option(name)} {value}"
+    if arguments.grow_batch:
+        return f"--survive has batches that follow the ranks: leave out --grow-batch {arguments.grow_batch}"
+    if arguments.overlap == "on":
+        return "--survive adds up gradients behind backward: leave out --overlap on"
+    if arguments.precision == "fp16":
+        return "--survive has no loss scaling, which fp16 needs: take --precision bf16 or fp32"
+    arguments.algorithm = arguments.algorithm or ALGORITHM
+    return None
 
 
 def _choose_task(arguments: argparse.Namespace) -> str | None:
@@ -373,7 +449,8 @@ def _choose_wire(arguments: argparse.Namespace) -> str | None:
         return f"--wire-dtype brings an all-reduce of its own: leave out --algorithm {arguments.algorithm}"
     if not arguments.algorithm and not arguments.compress:
         arguments.wire_dtype = arguments.wire_dtype or WIRE[arguments.precision]
-    arguments.algorithm = arguments.algorithm or "binary_blocks"
+    arguments.algorithm = arguments.algorithm or ALGORITHM
+    arguments.bucket_cap_mb = arguments.bucket_cap_mb or BUCKET_CAP_MB
     return None
 
 

@@ -14,33 +14,38 @@ from hpcdl.cli.launch import terminal
 from hpcdl.cli.train_options import COMPRESSION, MODELS
 
 if TYPE_CHECKING:
+    from hpcdl.survive.training import Training
     from hpcdl.torch.train import Compressed, Epoch, Trainer
 
 
-def header(arguments: argparse.Namespace, trainer: Trainer) -> str:
-    """One line with all that a result depends on."""
+def header(arguments: argparse.Namespace, trainer: Trainer | Training, ranks: int, how: str) -> str:
+    """One line with all that a result depends on; `how` is how gradients are added up."""
     import torch
     from mpi4py import MPI
 
     library = " ".join(MPI.Get_library_version().replace("Version:", "").split("\n")[0].split(",")[0].split())
-    ranks, task, model = trainer.comm.size, trainer.task, trainer.model
-    parameters = sum(each.numel() for each in model.parameters())
-    wire, passes = arguments.wire_dtype, arguments.accumulate
-    sums = f"in {wire} between nodes" if wire else arguments.algorithm
-    if arguments.compress:
-        sums = f"compressed by {compressed_by(arguments)}"
+    task, passes = trainer.task, arguments.accumulate
+    parameters = sum(each.numel() for each in trainer.model.parameters())
     block = f", block {arguments.block_size}" if MODELS[arguments.model].of == "text" else ""
     decay = f", weight decay {arguments.weight_decay:g}" if arguments.weight_decay else ""
     clip = f", clipped at {arguments.clip_norm:g}" if arguments.clip_norm else ""
     return (
         f"hpcdl train: ranks {ranks}, threads {torch.get_num_threads()}, "
-        f"all-reduce {sums}, "
-        f"buckets of {arguments.bucket_cap_mb:g} MiB, overlap {'on' if model.reducer.overlap else 'off'}, "
+        f"all-reduce {how}, "
         f"model {arguments.model}, parameters {parameters}, {arguments.precision}, data {task.name} ({task.counts})"
         f"{block}, batch {ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}{growing(arguments)}, "
         f"{arguments.optimizer}, lr {rates(arguments, trainer)}, momentum {arguments.momentum:g}{decay}{clip}, "
         f"seed {arguments.seed}, {library}"
     )
+
+
+def exchange(arguments: argparse.Namespace, trainer: Trainer) -> str:
+    """How gradients are added up."""
+    sums = f"in {arguments.wire_dtype} between nodes" if arguments.wire_dtype else arguments.algorithm
+    if arguments.compress:
+        sums = f"compressed by {compressed_by(arguments)}"
+    overlap = "on" if trainer.model.reducer.overlap else "off"
+    return f"{sums}, buckets of {arguments.bucket_cap_mb:g} MiB, overlap {overlap}"
 
 
 def compressed_by(arguments: argparse.Namespace) -> str:
@@ -59,7 +64,7 @@ def growing(arguments: argparse.Namespace) -> str:
     return f" growing to {arguments.grow_batch}{f' in passes of up to {most} a rank' if most else ''}"
 
 
-def rates(arguments: argparse.Namespace, trainer: Trainer) -> str:
+def rates(arguments: argparse.Namespace, trainer: Trainer | Training) -> str:
     """The highest rate, and how it goes."""
     highest = arguments.lr
     if arguments.base_batch:
@@ -80,7 +85,7 @@ MORE = "  {:>7}  {:>7}  {:>9}  {:>11}"
 """With compression."""
 
 
-def table(trainer: Trainer) -> str:
+def table(trainer: Trainer | Training) -> str:
     """One line an epoch, under their names."""
     unit = trainer.task.unit
     names = COLUMNS.format("epoch", "batch", "lr", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")
@@ -130,9 +135,12 @@ def pays(trainer: Trainer) -> str | None:
 
 @contextmanager
 def reporting(
-    trainer: Trainer, epochs: int, *, on: bool
+    trainer: Trainer | Training, epochs: int, done: int = 0, *, on: bool
 ) -> Iterator[tuple[Callable[[int], object], Callable[[Epoch], object]]]:
-    """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch."""
+    """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch.
+
+    `done` are the samples of this epoch that it has behind it.
+    """
 
     def line(epoch: Epoch) -> str:
         compressed = ""
@@ -161,11 +169,9 @@ def reporting(
     console = Console(force_terminal=True, width=size.columns or None)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     samples = trainer.task.train_count * epochs
-    whole = len(trainer.epochs)
-    rest = (trainer.steps - trainer.updates(whole)) * trainer.growth.batch(whole)
-    done = min(samples, whole * trainer.task.train_count + rest)
+    behind = min(samples, len(trainer.epochs) * trainer.task.train_count + done)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"epoch {len(trainer.epochs) + 1}/{epochs}", total=samples, completed=done)
+        task = progress.add_task(f"epoch {len(trainer.epochs) + 1}/{epochs}", total=samples, completed=behind)
         yield (
             lambda samples: progress.advance(task, samples),
             lambda epoch: progress.update(task, description=line(epoch)),

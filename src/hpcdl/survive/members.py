@@ -367,7 +367,8 @@ def _welcomed(merged: MPI.Intracomm, welcome: Welcome | None) -> tuple[MPI.Intra
         hosts = tuple(merged.allgather(os.uname().nodename))
         welcome = merged.bcast(welcome)
         assert welcome is not None
-        ever = (*welcome.hosts, *hosts[len(welcome.names) - len(hosts) :])
+        new = sum(name >= len(welcome.hosts) for name in welcome.names)
+        ever = (*welcome.hosts, *hosts[len(hosts) - new :])
         found = raising(merged.Dup()), welcome._replace(hosts=ever)
     except MPI.Exception:
         merged.Revoke()

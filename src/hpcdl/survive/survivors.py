@@ -187,6 +187,11 @@ class Survivors:
         return len(self._members.names)
 
     @property
+    def has_quorum(self) -> bool:
+        """May this side go on? If not, each call raises the `RankFailedError` that has told so."""
+        return not isinstance(self._members.broken, RankFailedError)
+
+    @property
     def epoch(self) -> int:
         """How often the members have changed."""
         return self._members.epoch
