@@ -31,7 +31,7 @@ else ifeq ($(filter mpich impi,$(MPI)),)
   $(error MPI is mpich, openmpi or impi, not $(MPI))
 endif
 
-.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression survive-demo survive-soak clean
+.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression survive-demo survive-soak survive-cost clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets and variables
@@ -98,8 +98,11 @@ compression: $(READY) ## train with each method of compression, a quarter of an 
 survive-demo: $(READY) ## lose one rank of each kind and go on; with MPI=openmpi
 	$(PYTHON) benchmarks/survive_soak.py --demo
 
-survive-soak: $(READY) ## kill a rank at every message, and 200 at random; long, with MPI=openmpi
+survive-soak: $(READY) ## kill a rank at every message, and 200 at random; long, with MPI=openmpi; ARGS=--hosts needs root
 	$(PYTHON) benchmarks/survive_soak.py $(ARGS)
+
+survive-cost: $(READY) ## what all-reduces among survivors cost where nobody is lost; on four hosts, with MPI=openmpi and root
+	$(PYTHON) benchmarks/survive_cost.py $(ARGS)
 
 clean: ## remove caches and build products; the environments .venv* stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
