@@ -167,12 +167,12 @@ def test_what_was_not_promised_is_found() -> None:
 
 @needs_ulfm
 def test_a_rank_that_is_late_is_no_loss_and_one_that_is_frozen_is() -> None:
-    late = kill(1, 15) | {"kind": "delay", "seconds": 5.0}
+    late = kill(1, 15) | {"kind": "delay", "seconds": 6.0}
     frozen = kill(2, 15) | {"kind": "stop"}
     patient, cold = played(
         {"policy": "exact", "ranks": 3, "faults": [late]},
-        {"policy": "exact", "ranks": 4, "faults": [frozen], "wake_s": 7, "pause_s": 1},
-        detector_s=2.5,  # shorter, and while all ranks start on few cores some are silent for too long
+        {"policy": "exact", "ranks": 4, "faults": [frozen], "wake_s": 9, "pause_s": 1},
+        detector_s=4,  # shorter, and while all ranks start on few cores some are silent for too long
     )
     assert not any("error" in line or line["lost"] for line in outcomes(patient))
     awake = [line for line in outcomes(cold) if "error" not in line]
