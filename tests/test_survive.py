@@ -44,13 +44,16 @@ def outcomes(group: Played) -> list[Line]:
 @needs_ulfm
 @pytest.mark.parametrize("policy", ["exact", "survivors"])
 def test_whenever_a_rank_is_killed_the_others_finish_with_the_promised_sum(policy: str) -> None:
-    """An all-reduce of 4 ranks takes 14 messages of each in a ring, 10 by binary_blocks, 2 less without the copies."""
+    """An all-reduce of 4 ranks takes 14 messages of each in a ring, 10 by binary_blocks, 2 less without the copies.
+
+    These come first. By the end of an all-reduce they have arrived, and not surely before.
+    """
     groups = played(
-        {"policy": policy, "ranks": 4, "algorithm": "ring", "faults": [kill(1, 17)]},
-        {"policy": policy, "ranks": 4, "algorithm": "ring", "faults": [kill(0, 20, "after")]},
-        {"policy": policy, "ranks": 4, "algorithm": "binary_blocks", "faults": [kill(2, 15, "completion")]},
-        {"policy": policy, "ranks": 5, "algorithm": "by_node", "faults": [kill(0, 11), kill(2, 28)]},
-        {"policy": policy, "ranks": 3, "algorithm": "direct", "faults": [kill(2, 13, "completion")]},
+        {"policy": policy, "ranks": 4, "algorithm": "ring", "faults": [kill(1, 25)]},
+        {"policy": policy, "ranks": 4, "algorithm": "ring", "faults": [kill(0, 26, "after")]},
+        {"policy": policy, "ranks": 4, "algorithm": "binary_blocks", "faults": [kill(2, 18, "completion")]},
+        {"policy": policy, "ranks": 5, "algorithm": "by_node", "faults": [kill(0, 15), kill(2, 36)]},
+        {"policy": policy, "ranks": 3, "algorithm": "direct", "faults": [kill(2, 18, "completion")]},
     )
     for group in groups:
         killed = {fault["rank"] for fault in group.scenario["faults"]}
@@ -81,8 +84,8 @@ def test_what_cannot_be_promised_is_raised_by_all_and_the_next_goes_on() -> None
     five = {"policy": "exact", "ranks": 5, "steps": 4}
     pair, apart, twice, first, raises, half, quorum = played(
         five | {"faults": [kill(1, 15), kill(2, 15)]},
-        five | {"faults": [kill(1, 15), kill(3, 15)]},
-        five | {"copies": 2, "faults": [kill(1, 19), kill(2, 19)]},
+        five | {"faults": [kill(1, 23), kill(3, 23)]},
+        five | {"copies": 2, "faults": [kill(1, 27), kill(2, 27)]},
         five | {"ranks": 3, "faults": [kill(1, 0)]},
         {"policy": "raise", "ranks": 3, "steps": 4, "faults": [kill(1, 8)]},
         {"policy": "survivors", "ranks": 4, "faults": [kill(0, 9), kill(1, 9)]},
@@ -105,9 +108,9 @@ def test_every_reduction_length_and_type_survives_a_loss() -> None:
     ops = ["sum", "mean", "min", "max"]
     exact, left, halves = played(
         {"policy": "exact", "ranks": 4, "ops": ops, "lengths": [5], "dtype": "float32", "out": True, "steps": 8}
-        | {"faults": [kill(3, 15)]},
+        | {"faults": [kill(3, 18)]},
         {"policy": "survivors", "ranks": 4, "lengths": [0, 1, 3, 100_000], "steps": 8, "faults": [kill(1, 14)]},
-        {"policy": "exact", "ranks": 4, "ops": ["mean"], "dtype": "float16", "faults": [kill(1, 15)]},
+        {"policy": "exact", "ranks": 4, "ops": ["mean"], "dtype": "float16", "faults": [kill(1, 18)]},
     )
     third = float(np.float32(7) / np.float32(3))
     assert [line["result"] for line in outcomes(exact)] == [15, 15 / 4, 1, 4, 7, third, 1, 4]
@@ -168,7 +171,7 @@ def test_what_was_not_promised_is_found() -> None:
 @needs_ulfm
 def test_a_rank_that_is_late_is_no_loss_and_one_that_is_frozen_is() -> None:
     late = kill(1, 15) | {"kind": "delay", "seconds": 6.0}
-    frozen = kill(2, 15) | {"kind": "stop"}
+    frozen = kill(2, 18) | {"kind": "stop"}
     patient, cold = played(
         {"policy": "exact", "ranks": 3, "faults": [late]},
         {"policy": "exact", "ranks": 4, "faults": [frozen], "wake_s": 9, "pause_s": 1},

@@ -12,8 +12,7 @@ from harness.ulfm import needs_ulfm
 
 pytestmark = [needs_ulfm, pytest.mark.usefixtures("open_mpi")]
 
-# An all-reduce of 4 ranks by binary_blocks takes 10 messages of each: the third one begins with message 20, and from
-# message 22 on the copies have left.
+# An all-reduce of 4 ranks by binary_blocks takes 10 messages of each, the copies first: the third begins with the 20th.
 PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
@@ -32,7 +31,7 @@ if MPI.Comm.Get_parent() != MPI.COMM_NULL:
     BEFORE
     survivors = Survivors.join()
 else:
-    survivors = Survivors(policy=POLICY, faults=[Fault(2, 27)])
+    survivors = Survivors(policy=POLICY, faults=[Fault(2, 28)])
     for _ in range(4):
         total()
     MEMBERS

@@ -13,6 +13,7 @@ def _seconds(name: str, usual: str) -> float:
         raise ValueError(f"{name}={text} is no number of seconds, such as {usual}") from None
 
 
+BEGUN = os.environ.get("HPCDL_BEGUN", "")
 CHECK = os.environ.get("HPCDL_CHECK", "1") != "0"
 NODES = os.environ.get("HPCDL_NODES", "")
 SHARED = os.environ.get("HPCDL_SHARED", "1") != "0"
@@ -22,6 +23,7 @@ TRACE = os.environ.get("HPCDL_TRACE", "")
 TUNING = os.environ.get("HPCDL_TUNING")
 
 VARIABLES = {
+    "HPCDL_BEGUN": "FILE: rank 0 of Survivors makes it, when all ranks have found each other",
     "HPCDL_CHECK": "0: no agreement ahead of every collective; ranks that disagree then hang, or get garbage",
     "HPCDL_DETECT": "0: do not look at what SLURM, PMI and Open MPI have put into the environment",
     "HPCDL_JOBS": "FOLDER: where env.sh lies, for a job of jobs/ that was copied elsewhere",

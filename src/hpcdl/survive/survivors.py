@@ -31,6 +31,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from zlib import crc32
@@ -38,7 +39,7 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
-from hpcdl import collectives
+from hpcdl import collectives, settings
 from hpcdl.buffers import HALVES, Array, Vector
 from hpcdl.call import check_op, op_name
 from hpcdl.collectives import Span
@@ -159,6 +160,8 @@ class Survivors:
         except ValueError as error:
             raise ValueError(f"any number of ranks may be left, which {algorithm} must serve: {error}") from None
         self._set_up(Members.begin(comm, copies if policy == "exact" else 0), policy, algorithm, faults)
+        if settings.BEGUN and comm.rank == 0:
+            Path(settings.BEGUN).touch()
 
     def _set_up(self, members: Members, policy: Policy, algorithm: str, faults: Iterable[Fault]) -> None:
         self.policy, self.algorithm = policy, algorithm
