@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,19 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
 
 
-def played(tmp_path: Path, policy: str = "exact", command: str = "sys.executable", **places: str) -> list[str]:
+def played(
+    tmp_path: Path,
+    policy: str = "exact",
+    command: str = "sys.executable",
+    options: Sequence[str] = OPTIONS,
+    **places: str,
+) -> list[str]:
     """What the ranks have said, sorted."""
     text = PROGRAM.replace("POLICY", repr(policy)).replace("COMMAND", command)
     for place in ("before", "members", "after"):
         text = text.replace(place.upper(), places.get(place, "pass"))
     (tmp_path / "grows.py").write_text(text)
-    done = run_ranks(4, str(tmp_path / "grows.py"), options=OPTIONS, timeout_s=100)
+    done = run_ranks(4, str(tmp_path / "grows.py"), options=list(options), timeout_s=100)
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
 
 
@@ -96,7 +103,9 @@ def test_if_the_rank_that_has_the_state_is_lost_the_next_one_gives_its_own(tmp_p
 
 @pytest.mark.usefixtures("impatient")
 def test_a_member_that_is_lost_while_others_are_started_stops_that_and_no_more(tmp_path: Path) -> None:
-    found = played(tmp_path, members="survivors.rank == 1 and threading.Timer(0.3, die).start()")
+    # A launcher that may recover does not always end behind processes that have failed in MPI_Init.
+    members = "survivors.rank == 1 and threading.Timer(0.3, die).start()"
+    found = played(tmp_path, options=OPTIONS[:2], members=members)
     assert [line for line in found if "stays" not in line] == [
         f"rank {rank} has {{'step': 7}} sum 9 members (0, 3) lost [2, 1]" for rank in (0, 3)
     ]
