@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,14 @@ def test_a_rank_that_ends_its_program_is_lost_to_the_others(status: int) -> None
 @needs_ulfm
 def test_the_status_that_a_rank_leaves_with_is_the_jobs() -> None:
     assert run("survivors.allreduce(x)", ranks=1, end=7).returncode == 7
+
+
+@pytest.mark.usefixtures("open_mpi")
+@needs_ulfm
+def test_a_job_can_see_that_its_ranks_have_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCDL_BEGUN", str(tmp_path / "begun"))
+    assert run("print((survivors.rank, survivors.size), flush=True)", ranks=2).returncode == 0
+    assert (tmp_path / "begun").exists()
 
 
 def test_without_ulfm_it_says_what_to_take_instead() -> None:
