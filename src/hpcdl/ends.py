@@ -29,13 +29,20 @@ def take_others_along() -> None:
         sys.excepthook = _Abort(sys.excepthook)
 
 
-def wait_until_read() -> None:
-    """Give the launcher time to pass on what this rank has printed: of a job that is aborted it drops the rest."""
+def wait_until_read(*others: int) -> None:
+    """Give the launcher time to pass on what this rank has printed: of a job that is aborted it drops the rest.
+
+    `others` are descriptors that it has printed to besides those of sys.stdout and sys.stderr.
+    """
     end = time.monotonic() + READ_S
+    descriptors = list(others)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # no pipe, or closed
+        with suppress(OSError, ValueError):  # closed, or not a file
             stream.flush()
-            while time.monotonic() < end and _unread(stream.fileno()):
+            descriptors.append(stream.fileno())
+    for descriptor in descriptors:
+        with suppress(OSError):  # no pipe
+            while time.monotonic() < end and _unread(descriptor):
                 time.sleep(0.01)
     time.sleep(PASSED_ON_S)
 

@@ -19,6 +19,7 @@ from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
 from harness import all_stacks, needs_ranks, own_frames, rank_counts, register_markers, spread, time_limit_s
+from hpcdl.ends import wait_until_read
 
 START_LIMIT_S = 120  # to import MPI, torch and the tests
 END_LIMIT_S = 20  # to finalise
@@ -184,6 +185,7 @@ class Child:
                 text += file.read_text()
             self.say(text + all_stacks(self.folder))
             self.tidy()
+            wait_until_read(self.terminal)
             self.world.Abort(1)
         time.sleep(3)
         self.world.Abort(1)
