@@ -40,9 +40,9 @@ def allreduce(
 ) -> Array:
     """Combine the x of all ranks, element by element; every rank gets the result, in x or out, which is returned.
 
-    `op` is "sum", "mean" (not of integers or bool), "min", "max" (not of complex numbers; NaN spreads), "prod", or the
-    MPI.Op of one. Of bool, sum is or, prod is and. Integers wrap as NumPy's do. float16 and bfloat16 are summed and
-    multiplied in float32 and rounded once.
+    `op` is "sum", "mean" (not of integers or bool), "min", "max" (not of complex numbers; NaN spreads), "prod", "band",
+    "bor", "bxor" (bit by bit, of integers and bool), or the MPI.Op of one. Of bool, sum is or, prod is and. Integers
+    wrap as NumPy's do. float16 and bfloat16 are summed and multiplied in float32 and rounded once.
     """
     return _call()("allreduce", x, comm, op, algorithm, out).run()
 

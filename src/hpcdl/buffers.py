@@ -205,6 +205,33 @@ class NumpyFamily(Family):
         return flat.view(np.uint8)  # type: ignore[no-any-return]
 
 
+@cache
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")  # torch puts it together anew each time
+
+
+class Lent:
+    """A flat CPU tensor as what NumPy takes the memory of. A tensor's own numpy() would have its storage refuse to be
+    resized ever after, which torch's sharded training does with its own."""
+
+    def __init__(self, flat: Array) -> None:
+        self._flat = flat  # keeps the memory
+        kind = np.dtype(_torch_name(flat.dtype))
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (flat.numel(),),
+            "typestr": kind.str,
+            "data": (flat.data_ptr(), False),
+        }
+
+
+def lent(flat: Array) -> npt.NDArray[Any]:
+    """The memory of a flat CPU tensor as an array, which keeps the tensor."""
+    if not flat.numel():  # it may have no address
+        return np.empty(0, _torch_name(flat.dtype))
+    return np.asarray(Lent(flat))
+
+
 class TorchFamily(Family):
     """torch tensors. Those on the CPU lend their memory to NumPy, whose calls cost less, where it has the type."""
 
@@ -221,7 +248,7 @@ class TorchFamily(Family):
                 "dense tensors on a CPU or a CUDA device are served"
             )
         item = x.element_size()
-        dtype = str(x.dtype).removeprefix("torch.")
+        dtype = _torch_name(x.dtype)
         if x.device.type == "cuda" and dtype in ("uint16", "uint32", "uint64"):  # on a CPU NumPy adds them
             raise UnsupportedArrayError(f"a torch tensor of {dtype} on {x.device}, where torch cannot add {dtype}")
         return Look(dtype, tuple(x.shape), tuple(stride * item for stride in x.stride()), item, x.data_ptr(), False)
@@ -235,8 +262,8 @@ class TorchFamily(Family):
         if packed:
             x = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         x = x.as_strided((x.numel(),), (1,))  # not view(-1): one element alone may have any stride, and keeps it
-        if x.device.type == "cpu" and str(x.dtype).removeprefix("torch.") not in HALVES:
-            return x.numpy(), packed
+        if x.device.type == "cpu" and _torch_name(x.dtype) not in HALVES:
+            return lent(x), packed
         return x, packed
 
     def empty(self, like: Array, size: int, dtype: str) -> Array:
@@ -266,6 +293,15 @@ class TorchFamily(Family):
         kind = getattr(torch, dtype)
         return torch.frombuffer(memory, dtype=kind, count=size, offset=offset) if size else torch.empty(0, dtype=kind)
 
+    def unchanged(self, x: Array, look: Look) -> bool:
+        # A third of the time of asking look; layout and device cannot change while the address stays.
+        return (
+            x.data_ptr() == look.address
+            and x.shape == look.shape
+            and _torch_name(x.dtype) == look.dtype
+            and tuple([stride * look.itemsize for stride in x.stride()]) == look.strides
+        )
+
     def mark_changed(self, x: Array) -> None:
         import torch
 
@@ -276,7 +312,7 @@ class TorchFamily(Family):
     def host(self, flat: Array) -> npt.NDArray[np.uint8] | None:
         import torch
 
-        return flat.view(torch.uint8).numpy() if flat.device.type == "cpu" else None
+        return lent(flat.view(torch.uint8)) if flat.device.type == "cpu" else None
 
     def device(self, flat: Array) -> Device:
         from hpcdl.device import TorchDevice

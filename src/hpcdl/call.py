@@ -39,7 +39,8 @@ from hpcdl.inside import WHOLE_BYTES, Within, buffer_for, new_gate, new_staging
 from hpcdl.record import ABOUT, CAME, ENDED, NUMBER, About, Operation, begin, now
 from hpcdl.shared import Gate, Memory, OneGate, allocate, find, register
 
-OPS = ("sum", "mean", "min", "max", "prod")
+BITWISE = ("band", "bor", "bxor")
+OPS = ("sum", "mean", "min", "max", "prod", *BITWISE)
 
 # Binding costs some 100 us. A kept plan holds no array, only its scratch: 256 MiB a communicator at the very most.
 KEPT_PLANS, KEPT_BYTES = 32, 8 << 20
@@ -113,6 +114,41 @@ class Call:
         finally:
             operation[ENDED] = now()
 
+    def steps(self, operation: Operation) -> Generator[Any, None, Any]:
+        """The plain form, for somebody who waits in his own way: it yields what it cannot go on without.
+
+        What it does is what `run` does, so one rank may run and another take the steps. A communicator's plain calls
+        come one after the other, also these.
+        """
+        own = channel(self.comm)
+        kept = self._kept(own)
+        if kept is None:
+            bound, check = yield from self._agreed(own, "", operation)
+            check.end()
+        else:
+            operation[ABOUT] = kept.plan.about
+            check = kept.check
+            check.Start()
+            operation[NUMBER] = check.number
+            yield check
+            operation[CAME] = now()
+            if not check.equal:
+                yield from disagree(check)
+            check.end()
+            if check.alike:
+                yield from _completing(own, kept.plan)
+                return self._changed(kept.arrays[-1].family)
+            bound = Bound(self, own)
+        key = self._key()
+        if key is None or not check.alike or not bound.can_be_kept:
+            with (yield from bound.plan(own, check, "")) as plan:
+                yield from _completing(own, plan)
+                return plan.result()
+        plan = yield from bound.plan(own, check, "", borrows=True)
+        yield from _completing(own, plan)
+        self._keep_or_close(own, plan, bound, key)
+        return self._changed(bound.vector.owner)
+
     def start(self) -> Work:
         """The i form."""
         own = channel(self.comm)
@@ -172,10 +208,7 @@ class Call:
                 return _complete(own, plan)
         plan = finish(bound.plan(own, check, "", borrows=True))
         _complete(own, plan)
-        if plan.scratch_bytes <= KEPT_BYTES:
-            self._keep(own, plan, bound, key)
-        else:
-            plan.close()
+        self._keep_or_close(own, plan, bound, key)
         return self._changed(bound.vector.owner)
 
     def _changed(self, family: Family) -> Array:
@@ -206,8 +239,11 @@ class Call:
         kept.plan.close()
         return None
 
-    def _keep(self, own: Channel, plan: Plan, bound: Bound, key: tuple[object, ...]) -> None:
-        """Keep the plan for as long as its arrays live."""
+    def _keep_or_close(self, own: Channel, plan: Plan, bound: Bound, key: tuple[object, ...]) -> None:
+        """Keep the plan for as long as its arrays live, if it takes no great scratch."""
+        if plan.scratch_bytes > KEPT_BYTES:
+            plan.close()
+            return
 
         def forget(_: object) -> None:
             if (kept := own.kept.get(key)) is not None and kept.plan is plan:
@@ -230,16 +266,25 @@ def _complete(own: Channel, plan: Plan) -> Any:
         raise
 
 
+def _completing(own: Channel, plan: Plan) -> Steps:
+    """Take the steps of a plan of the plain form to their end, as `_complete` does."""
+    try:
+        yield from plan.steps()
+    except BaseException:
+        own.interrupted = True
+        raise
+
+
 def barrier(comm: MPI.Comm | None) -> None:
     """All ranks have called it: that is what every check finds out."""
-    finish(_met(channel(comm), ""))
+    finish(met(channel(comm), ""))
 
 
 def start_barrier(comm: MPI.Comm | None) -> Work:
     """The i form."""
     own = channel(comm)
     operation = begin(About("ibarrier", own.key), 0, 0, 2)
-    return Work(_met(own, "i", operation), lambda: None, operation)
+    return Work(met(own, "i", operation), lambda: None, operation)
 
 
 class Wanted(NamedTuple):
@@ -275,7 +320,8 @@ def allocate_array(wanted: Callable[[], Wanted], comm: MPI.Comm | None) -> Array
     return array.make(memory, memory.place(own.rank))
 
 
-def _met(own: Channel, form: str, operation: Operation | None = None) -> Steps:
+def met(own: Channel, form: str, operation: Operation | None = None) -> Steps:
+    """The steps until all ranks have come."""
     check = yield from agree(own, f"{form}barrier", operation=operation)
     check.end()
     if not settings.CHECK and own.size > 1:
@@ -524,9 +570,11 @@ def op_name(op: str | MPI.Op) -> str:
     """Our name of a reduction. ValueError: it has none."""
     if isinstance(op, MPI.Op):
         known = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+        known |= {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
         name = next((name for name, ours in known.items() if op == ours), None)
         if name is None:
-            raise ValueError(f"op is one of MPI.SUM, MPI.MIN, MPI.MAX and MPI.PROD, or {', '.join(OPS)}; not {op!r}")
+            theirs = ", ".join(f"MPI.{name.upper()}" for name in known)
+            raise ValueError(f"op is one of {theirs}, or {', '.join(OPS)}; not {op!r}")
         return name
     if op not in OPS:
         raise ValueError(f"op is one of {', '.join(OPS)}, not {op!r}")
@@ -539,6 +587,8 @@ def check_op(op: str | None, dtype: str) -> None:
         raise UnsupportedArrayError(f"the mean of {dtype} would have to be rounded: convert it, or sum and divide")
     if op in ("min", "max") and dtype.startswith("complex"):
         raise UnsupportedArrayError(f"complex numbers have no order, so no {op} of {dtype}")
+    if op in BITWISE and dtype not in (*INTEGERS, "bool"):
+        raise UnsupportedArrayError(f"{op} combines the bits of integers and of bool, not of {dtype}")
 
 
 def _check_length(vector: Vector, length: int, what: str, name: str = "out") -> None:

@@ -77,7 +77,10 @@ class _Abort:
         with redirect_stderr(StringIO()) as text:
             self.before(kind, error, trace)
         who = f"rank {world.rank} of {world.size} on {os.uname().nodename} raised, and ends the job:"
-        # In one write, or the words of ranks that raise together would mix.
-        sys.stderr.write(f"{who}\n{text.getvalue()}")
-        wait_until_read()
+        # torch's init_process_group puts a hook around this one that collects what is written, to show it afterwards.
+        collected = isinstance(sys.stderr, StringIO) and sys.__stderr__ is not None
+        with redirect_stderr(sys.__stderr__ if collected else sys.stderr):
+            # In one write, or the words of ranks that raise together would mix.
+            sys.stderr.write(f"{who}\n{text.getvalue()}")
+            wait_until_read()
         world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -468,6 +468,9 @@ class Native(Plan):
         logical = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}
         usual = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
         assert job.op is not None
+        # The bitwise ones of bool, which MPI has for integers only.
+        logical |= {"band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}
+        usual |= {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
         self._op = (logical if vector.dtype == "bool" else usual)[job.op]
         device = vector.device
         memory = vector.flat if device is None else device.bytes(0, vector.look.nbytes)

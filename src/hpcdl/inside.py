@@ -15,7 +15,16 @@ from hpcdl.channel import Channel
 from hpcdl.collectives import Span, cut
 from hpcdl.shared import LINE, WORD, Awaited, Gate, Memory, allocate
 
-UFUNCS = {"sum": "add", "mean": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+UFUNCS = {
+    "sum": "add",
+    "mean": "add",
+    "prod": "multiply",
+    "min": "minimum",
+    "max": "maximum",
+    "band": "bitwise_and",
+    "bor": "bitwise_or",
+    "bxor": "bitwise_xor",
+}
 
 TILES_BYTES = 1 << 20
 """In place the ranks' vectors are added up and written back tile by tile: the tiles of all ranks are so long together.

@@ -13,6 +13,7 @@ def _seconds(name: str, usual: str) -> float:
         raise ValueError(f"{name}={text} is no number of seconds, such as {usual}") from None
 
 
+ALGORITHM = os.environ.get("HPCDL_ALGORITHM", "auto")
 BEGUN = os.environ.get("HPCDL_BEGUN", "")
 CHECK = os.environ.get("HPCDL_CHECK", "1") != "0"
 NODES = os.environ.get("HPCDL_NODES", "")
@@ -23,6 +24,7 @@ TRACE = os.environ.get("HPCDL_TRACE", "")
 TUNING = os.environ.get("HPCDL_TUNING")
 
 VARIABLES = {
+    "HPCDL_ALGORITHM": "ring, ...: how the torch.distributed backend all-reduces, if a group is not told otherwise",
     "HPCDL_BEGUN": "FILE: rank 0 of Survivors makes it, when all ranks have found each other",
     "HPCDL_CHECK": "0: no agreement ahead of every collective; ranks that disagree then hang, or get garbage",
     "HPCDL_DETECT": "0: do not look at what SLURM, PMI and Open MPI have put into the environment",

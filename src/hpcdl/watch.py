@@ -308,8 +308,16 @@ class Watch:
         if identity in self._told:
             return
         self._told.add(identity)
+        lines = self.survey(channel, identity)
+        then = "the job is ended (HPCDL_STALL_ABORT=1)" if settings.STALL_ABORT else "the ranks wait on"
+        ranks = len(channel.peers)
+        self._say(f"after {waited_s:g} s of waiting in {what}, of {ranks} ranks; {then}:\n" + "\n".join(lines))
+        if settings.STALL_ABORT:
+            end_job()
+
+    def survey(self, channel: Counted, identity: tuple[str, int, int]) -> list[str]:
+        """How far all ranks have come in an operation (communicator, number, run), in lines; takes seconds."""
         answers = self.ask_all(channel.peers, "state", operation=identity)
-        ranks = range(len(answers))
         lines: list[str] = []
         present: list[int] = []
         done: list[int] = []
@@ -329,10 +337,19 @@ class Watch:
             lines.append(f"  {_ranks(present)} wait{'s' * (len(present) == 1)} in it")
         if done:
             lines.append(f"  {_ranks(done)} ha{'s' if len(done) == 1 else 've'} done with it")
-        then = "the job is ended (HPCDL_STALL_ABORT=1)" if settings.STALL_ABORT else "the ranks wait on"
-        self._say(f"after {waited_s:g} s of waiting in {what}, of {len(ranks)} ranks; {then}:\n" + "\n".join(lines))
-        if settings.STALL_ABORT:
-            end_job()
+        return lines
+
+    def doing(self, channel: Counted, ranks: Sequence[int]) -> list[str]:
+        """What these ranks do now, in lines; takes seconds."""
+        answers = self.ask_all([channel.peers[rank] for rank in ranks], "state", operation=(channel.key, 0, 0))
+        lines = []
+        for rank, answer in zip(ranks, answers, strict=True):
+            if isinstance(answer, str):
+                what = _silence(answer, self._left.get(channel.peers[rank].rank))
+            else:
+                what = f"is {answer['now']}" if answer["now"] else "has ended its main thread"
+            lines.append(f"  {_name(channel, rank)} {what}")
+        return lines
 
     @staticmethod
     def _say(text: str) -> None:

@@ -357,8 +357,8 @@ def test_complex_numbers_have_no_order(comm: MPI.Intracomm) -> None:
 def test_a_bad_argument_says_what_would_be_right(comm: MPI.Intracomm) -> None:
     x = np.ones(4)
     for options, message in (
-        ({"op": "summe"}, "op is one of sum, mean, min, max, prod, not 'summe'"),
-        ({"op": MPI.BAND}, "op is one of MPI.SUM"),
+        ({"op": "summe"}, "op is one of sum, mean, min, max, prod, band, bor, bxor, not 'summe'"),
+        ({"op": MPI.LAND}, "op is one of MPI.SUM"),
         ({"algorithm": "rnig"}, "no algorithm is called 'rnig'; there are ring"),
         ({"out": np.ones(5)}, r"out has the shape \(5,\), x \(4,\)"),
     ):

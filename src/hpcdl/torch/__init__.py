@@ -1,5 +1,7 @@
-"""The PyTorch layer. Importing it starts no MPI."""
+"""The PyTorch layer. Importing it starts no MPI, and makes the backend "hpcdl" known to torch.distributed."""
 
+from hpcdl.torch import backend
+from hpcdl.torch.backend import monitored_barrier
 from hpcdl.torch.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from hpcdl.torch.decay import decay_groups
 from hpcdl.torch.functional import all_reduce
@@ -37,6 +39,7 @@ __all__ = [
     "all_reduce",
     "allgather_object",
     "average_metrics",
+    "backend",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -48,7 +51,10 @@ __all__ = [
     "grouped_iallreduce",
     "linear_scaled_lr",
     "load_checkpoint",
+    "monitored_barrier",
     "poll",
     "save_checkpoint",
     "zeros",
 ]
+
+backend.register()

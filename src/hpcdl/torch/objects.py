@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import hpcdl
+from hpcdl.buffers import lent
 from hpcdl.errors import MismatchError
 from hpcdl.verdict import agree, difference
 
@@ -137,7 +138,7 @@ def check_consistent(parameters: Parameters, comm: MPI.Comm | None = None) -> st
     own = _channel(comm)
     named = _checked(own, parameters)
     kinds = kinds_of(named)
-    hashes = [hashlib.blake2b(_bytes(tensor).cpu().numpy().data, digest_size=16).digest() for _, tensor in named]
+    hashes = [hashlib.blake2b(lent(_bytes(tensor).cpu()).data, digest_size=16).digest() for _, tensor in named]
     whole = hashlib.blake2b(repr((kinds, hashes)).encode(), digest_size=16).digest()
     if len(set(own.wire.allgather(whole))) == 1:
         return None
