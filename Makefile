@@ -31,7 +31,7 @@ else ifeq ($(filter mpich impi,$(MPI)),)
   $(error MPI is mpich, openmpi or impi, not $(MPI))
 endif
 
-.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression survive-demo survive-soak survive-cost clean
+.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression survive-demo survive-soak survive-cost torch-suite clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets and variables
@@ -103,6 +103,9 @@ survive-soak: $(READY) ## kill a rank at every message, and 200 at random; long,
 
 survive-cost: $(READY) ## what all-reduces among survivors cost where nobody is lost; on four hosts, with MPI=openmpi and root
 	$(PYTHON) benchmarks/survive_cost.py $(ARGS)
+
+torch-suite: $(READY) ## run torch's own distributed tests over this backend, beside gloo; minutes
+	$(PYTHON) tests/torch_distributed/suite.py $(ARGS)
 
 clean: ## remove caches and build products; the environments .venv* stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

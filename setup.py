@@ -7,7 +7,8 @@ from setuptools import find_packages, setup
 torch = ["torch>=2.3"]
 plot = ["matplotlib>=3.7"]
 log = ["tensorboardX>=2.6"]
-test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", *plot, *log]
+# expecttest is what torch's own distributed tests import.
+test = ["pytest>=7.4", "pytest-timeout>=2.2", "hypothesis>=6.80", "expecttest>=0.2", *plot, *log]
 
 setup(
     name="hpcdl",
@@ -20,6 +21,7 @@ setup(
     package_dir={"": "src"},
     # src/hpcdl/collectives is a link to collectives/: find_packages follows it, so wheels hold it too.
     packages=find_packages("src"),
+    py_modules=["hpcdl_backend"],
     package_data={"hpcdl": ["py.typed"]},
     install_requires=["numpy>=1.25", "mpi4py>=4.1"],
     extras_require={
@@ -37,7 +39,10 @@ setup(
         "test": test,
         "dev": [*test, "mypy>=1.11", "ruff>=0.6"],
     },
-    entry_points={"console_scripts": ["hpcdl = hpcdl.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["hpcdl = hpcdl.cli.main:main"],
+        "torch.backends": ["hpcdl = hpcdl_backend:register"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Environment :: Console",

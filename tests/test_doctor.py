@@ -373,7 +373,7 @@ def test_slow_messages_in_a_node_are_excused_where_ranks_share_cores() -> None:
     ("name", "value", "seen", "do"),
     [
         ("HPCDL_TUNNING", "0", "hpcdl knows no HPCDL_TUNNING", "Is HPCDL_TUNING meant?"),
-        ("HPCDL_XYZZY", "0", "hpcdl knows no HPCDL_XYZZY", "There are HPCDL_BEGUN"),
+        ("HPCDL_XYZZY", "0", "hpcdl knows no HPCDL_XYZZY", "There are HPCDL_ALGORITHM"),
         ("HPCDL_CHECK", "false", "HPCDL_CHECK=false counts as on", ""),
         ("HPCDL_STALL_ABORT", "yes", "HPCDL_STALL_ABORT=yes counts as off", ""),
         ("HPCDL_TRACE", "/nowhere/trace.json", "nothing can be written in /nowhere", ""),

@@ -42,6 +42,7 @@ FLOORS = {
     "sgd": 5,
     "survive": 5,
     "cli": 6,
+    "run": 6,
     "__main__": 6,
 }
 
