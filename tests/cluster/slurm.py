@@ -21,7 +21,7 @@ DAEMONS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm
 SBIN = "/usr/sbin:/sbin"
 """Where Debian has the daemons, which is not on everybody's path."""
 
-START_S = 20
+START_S = 60
 LIMIT_S = 240
 POLL_S = 0.1
 TAIL = 4000
@@ -108,7 +108,7 @@ class Slurm:
         self.on(1, "slurmctld", "-c")
         for number in numbers:
             self.start_node(number)
-        until(lambda: len(self._idle()) == self.hosts.count, START_S, self.log, "all nodes are idle")
+        self._wait_until_idle()
 
     def start_node(self, number: int) -> None:
         """Start a node's slurmd, which knows of nothing that was before."""
@@ -132,6 +132,9 @@ class Slurm:
         self.start_node(number)
         until(lambda: node in self._idle(), START_S, self.log, f"{node} is idle")
 
+    def _wait_until_idle(self) -> None:
+        until(lambda: len(self._idle()) == self.hosts.count, START_S, self.log, "all nodes are idle")
+
     def _idle(self) -> list[str]:
         """The nodes without work; SLURM puts a star behind the state of one that it has not heard from."""
         lines = self.on(1, "sinfo", "-h", "-N", "-o", "%N %t").splitlines()
@@ -153,6 +156,8 @@ class Slurm:
 
     def submit(self, *argv: str | Path, cwd: Path, env: Mapping[str, str]) -> Job:
         """Hand a script to sbatch, with options ahead and its arguments behind; cwd will hold its log."""
+        # Where the job before is not over on each node, what that node still does to end it may meet this one's start.
+        self._wait_until_idle()
         words = map(str, argv)
         return Job(self, int(self.on(1, "sbatch", "--parsable", *words, cwd=cwd, env=env).split()[-1]), cwd)
 
@@ -217,8 +222,8 @@ class Job:
         return found
 
     def logs(self) -> str:
-        """The end of its log, and of the controller's."""
-        return f"job {self.number}'s log:\n{self.log()[-TAIL:]}\n{self.slurm.log()}"
+        """The end of the controller's log, and of its own."""
+        return f"{self.slurm.log()}\njob {self.number}'s log:\n{self.log()[-TAIL:]}"
 
 
 def until(true: Callable[[], object], limit_s: float, log: Callable[[], str], what: str) -> None:

@@ -23,12 +23,12 @@ from hpcdl.execute import Steps
 from hpcdl.record import ABOUT, ENDED, Operation, now
 from hpcdl.shared import LOOKS, NAP_S, PATIENCE_S, Awaited, Meeting
 
-EAGER_S = 1e-3
-"""Without a core for the thread, the caller himself drives what it starts, for as long as it moves on within this time:
-a bucket of gradients is then summed before `backward` goes on, with nobody in the way."""
+PATIENT_S, IDLE_S = 2e-3, 2e-4
+"""How long the thread gives its core away between two looks before it sleeps, and how long it sleeps then. DDP waits
+for futures, which nobody drives but the thread: what it oversleeps is added to each meeting of an operation."""
 
-BUSY_NAP_S = 5e-4
-"""How long the thread sleeps while others drive all there is to drive."""
+BUSY_S = 5e-4
+"""How long it sleeps while others drive all there is to drive."""
 
 
 @dataclass
@@ -185,17 +185,7 @@ class Lane:
 
     def start(self) -> None:
         """See to it that what is in the lane is done, whether somebody waits for it or not."""
-        if self._owner == get_ident():  # a callback's own has been done, and the rest comes behind it
-            return
-        if not progress.has_core:
-            pause, moved_at = Pause(), time.monotonic()
-            while self.tasks and time.monotonic() - moved_at < EAGER_S:
-                before = self.moves
-                self.advance(LOOKS)
-                if self.moves != before:
-                    moved_at = time.monotonic()
-                pause(self.moves != before)
-        if self.tasks:
+        if self._owner != get_ident():  # a callback's own has been done, and the rest comes behind it
             progress.look_after(self)
 
     def abort(self, why: str) -> None:
@@ -230,8 +220,6 @@ class Progress:
     """The thread that drives what nobody waits for."""
 
     def __init__(self) -> None:
-        self.has_core = False
-        """Has this rank a core to spare for it?"""
         self.ident = 0
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
@@ -251,23 +239,31 @@ class Progress:
                 atexit.register(self._stop, os.getpid())
         self._wanted.set()
 
-    def turn(self) -> None:
-        """Look at every lane once."""
+    def turn(self) -> bool:
+        """Look at every lane once; has anything moved?"""
         with self._lock:
             self._lanes = [lane for lane in self._lanes if lane.tasks]
             lanes = list(self._lanes)
             if not lanes:
                 self._wanted.clear()
+        before = [lane.moves for lane in lanes]
         for lane in lanes:
-            lane.advance()
+            lane.advance(LOOKS)
+        return before != [lane.moves for lane in lanes]
 
     def _run(self) -> None:
         self.ident = get_ident()
+        moved_at = 0.0
         while not self._stopped:
             self._wanted.wait()
-            time.sleep(BUSY_NAP_S if all(lane.waiting for lane in self._lanes) else NAP_S)
-            if not self._stopped:
-                self.turn()
+            if all(lane.waiting for lane in self._lanes):
+                time.sleep(BUSY_S)
+            elif time.monotonic() < moved_at + PATIENT_S:
+                os.sched_yield()
+            else:
+                time.sleep(IDLE_S)
+            if not self._stopped and self.turn():
+                moved_at = time.monotonic()
 
     def _stop(self, process: int) -> None:
         """Before MPI is finalised, in which the thread must not be."""

@@ -15,11 +15,10 @@ from mpi4py import MPI
 from torch.distributed import DistBackendError
 
 from hpcdl.ends import take_others_along
-from hpcdl.environment import cores_per_rank, right_launcher, under_launcher
+from hpcdl.environment import right_launcher, under_launcher
 from hpcdl.errors import HpcdlError
 from hpcdl.torch.backend import Options, options
 from hpcdl.torch.backend.group import ProcessGroupHpcdl
-from hpcdl.torch.backend.progress import progress
 
 LOOK_S = 5.0
 """So often a rank that waits for others to come looks up, for Ctrl-C."""
@@ -49,7 +48,6 @@ def create(wanted: Any, given: Any) -> ProcessGroupHpcdl:
     chosen.Free()
     if whole:
         take_others_along()
-        progress.has_core = cores_per_rank(comm) > 1
     return ProcessGroupHpcdl(comm, given, timeout_s, wanted.store)
 
 
