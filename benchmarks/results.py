@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
 from operator import sub, truediv
-from statistics import median
+from statistics import geometric_mean, median
 from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
@@ -168,14 +168,14 @@ def added(outcome: Outcome, model: str) -> dict[str, float]:
     }
 
 
-def share_of_gloo(model: str, ranks: str) -> Find:
+def share_of_gloo(model: str, ranks: str, ours: str = "ours") -> Find:
     """Finds what of gloo's share of a step is left under ours."""
 
     def find(outcomes: Outcomes) -> list[Found]:
         found = []
         for outcome in outcomes:
             if outcome.ranks == ranks and (costs := added(outcome, model)):
-                found.append(Found(costs["ours"] / costs["gloo"], f"{ranks} ranks"))
+                found.append(Found(costs[ours] / costs["gloo"], f"{ranks} ranks"))
         return found
 
     return find
@@ -188,6 +188,40 @@ def whole_steps(outcomes: Outcomes) -> list[Found]:
         times = {row["algorithm"]: [*chain(*row["repeats_us"])] for row in outcome.rows if row["model"] == "cnn"}
         if times:
             found.append(Found(median(map(truediv, times["ours"], times["gloo"])), f"{outcome.ranks} ranks"))
+    return found
+
+
+def backend_us(outcome: Outcome, size: int, who: str) -> float:
+    """What an all_reduce of torch.distributed takes: the best repeat's median."""
+    (row,) = (row for row in outcome.rows if (row["size"], row["model"], row["algorithm"]) == (size, "", who))
+    return min(median(times) for times in row["repeats_us"])
+
+
+def backend_sizes(outcome: Outcome) -> list[int]:
+    """What was all-reduced, from the smallest."""
+    return sorted({row["size"] for row in outcome.rows if not row["model"]})
+
+
+def times_gloo(smallest: int, largest: int) -> Find:
+    """Finds how many times as long gloo's all_reduce takes as our backend's, at each size."""
+
+    def find(outcomes: Outcomes) -> list[Found]:
+        return [
+            Found(backend_us(outcome, size, "gloo") / backend_us(outcome, size, "hpcdl"), place(outcome, size))
+            for outcome in outcomes
+            for size in backend_sizes(outcome)
+            if smallest <= size <= largest
+        ]
+
+    return find
+
+
+def mean_times_gloo(outcomes: Outcomes) -> list[Found]:
+    """The same in the geometric mean over the sizes from 64 KiB to 64 MiB."""
+    found = []
+    for outcome in outcomes:
+        if values := [each.value for each in times_gloo(64 * KIB, 64 * MIB)([outcome])]:
+            found.append(Found(geometric_mean(values), f"{outcome.ranks} ranks"))
     return found
 
 
@@ -256,6 +290,19 @@ BARS = (
         for ranks, limit, find in (("2", 1 / 3, share_of_gloo("mlp", "2")), ("4", 1 / 2, share_of_gloo("mlp", "4")))
     ),
     Bar("training", "a step of a network of 122 small tensors, ours / gloo", False, 1, whole_steps),
+    Bar("backend", "gloo / the backend `hpcdl`, 64 B", True, 5, times_gloo(64, 64)),
+    Bar("backend", "gloo / the backend `hpcdl`, 64 KiB to 64 MiB", True, 2, times_gloo(64 * KIB, 64 * MIB)),
+    Bar("backend", "gloo / the backend `hpcdl`, 64 KiB to 64 MiB, geometric mean", True, 3, mean_times_gloo),
+    *(
+        Bar(
+            "backend",
+            f"added to a step under torch's DDP, `hpcdl` / gloo, {ranks} ranks",
+            False,
+            2 / 3,
+            share_of_gloo("mlp", ranks, "hpcdl"),
+        )
+        for ranks in "24"
+    ),
     Bar("memory", "`ring` on 256 MiB, 4 ranks: peak memory, n/p + 16 MiB", False, 80, growth, unit=" MiB"),
 )
 
@@ -387,6 +434,24 @@ def training_table(outcomes: Outcomes) -> Iterator[str]:
                 yield line(MPIS[outcome.mpi], outcome.ranks, row["model"], f"{row['size']:,}", alone, *cells, ratio)
 
 
+def backend_tables(outcomes: Outcomes) -> Iterator[str]:
+    """Each size over either backend, and what synchronising adds to a step."""
+    ways = ("hpcdl", "hpcdl, a work", "gloo", "gloo, a work")
+    yield from head("", "ranks", "bytes", *ways, "gloo / hpcdl")
+    for outcome in outcomes:
+        for size in backend_sizes(outcome):
+            times = [backend_us(outcome, size, who) for who in ways]
+            cells = [show_seconds(1e-6 * time) for time in times]
+            yield line(MPIS[outcome.mpi], outcome.ranks, show_bytes(size), *cells, f"{times[2] / times[0]:.2f}")
+    yield ""
+    yield from head("", "ranks", "a step alone", "gloo adds", "hpcdl adds", "hpcdl / gloo")
+    for outcome in outcomes:
+        costs = added(outcome, "mlp")
+        (alone,) = (row["repeats_us"] for row in outcome.rows if row["algorithm"] == "local")
+        cells = [show_seconds(1e-6 * median([*chain(*alone)])), *(f"{1e-3 * costs[who]:.1f} ms" for who in ways[2::-2])]
+        yield line(MPIS[outcome.mpi], outcome.ranks, *cells, f"{costs['hpcdl'] / costs['gloo']:.2f}")
+
+
 def head(*names: str) -> list[str]:
     """The first two lines of a table."""
     return [line(*names), "|---:" * len(names) + "|"]
@@ -443,6 +508,13 @@ SECTIONS = {
         "in turns in the same ranks, one thread each. What synchronising adds is the median difference to the step "
         "alone, the best of three repeats. `mlp` is 784-2048-2048-2048-10, `cnn` 60 small convolutions.",
         training_table,
+    ),
+    "backend": Section(
+        "The backend of torch.distributed",
+        "dist.all_reduce of float32 over the backend `hpcdl` and over gloo, called and as a work that is waited for, "
+        "in turns in the same ranks: medians, the best of three repeats. And a step of the network `mlp` as above "
+        "under torch's own DistributedDataParallel over either.",
+        backend_tables,
     ),
     "check": Section(
         "The price of the agreement",

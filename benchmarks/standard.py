@@ -95,6 +95,10 @@ def measurements(quick: bool) -> Iterator[Measurement]:
             yield Measurement("training", mpi, ranks, [str(BENCHMARKS / "step_overhead.py"), *rounds])
     for mpi in ("mpich", "openmpi"):
         for ranks in "24":
+            rounds = ["--rounds", "2", "--repeats", "1", "--largest", "4096"] if quick else []
+            yield Measurement("backend", mpi, ranks, [str(BENCHMARKS / "torch_backend.py"), *rounds])
+    for mpi in ("mpich", "openmpi"):
+        for ranks in "24":
             rounds = "3" if quick else "40"
             yield Measurement("check", mpi, ranks, [str(BENCHMARKS / "price_of_the_check.py"), "--rounds", rounds])
 
