@@ -273,12 +273,18 @@ def cables(scenario: Scenario) -> list[int]:
 
 
 def perform(scenarios: Sequence[Scenario], *, detector_s: float = 0, limit_s: float = 120) -> list[Played]:
-    """Play scenarios side by side in one job; with a detector that takes who is silent for so long for dead.
+    """Play scenarios side by side in one job; with a detector that takes who is silent for so long for dead."""
+    play = partial(rounds, [scenarios], detector_s=detector_s, limit_s=limit_s)
+    return begun(play) if detector_s else play()
 
-    Open MPI's detector crashes some starts, where ranks outnumber cores, in MPI_Init: then it is tried again.
+
+def begun(play: Callable[[], list[Played]]) -> list[Played]:
+    """What came of a job with a detector, tried again where no scenario has begun.
+
+    Where ranks outnumber cores Open MPI's detector crashes some starts in MPI_Init, or takes who starts for dead.
     """
-    for _ in range(STARTS if detector_s else 1):
-        played = rounds([scenarios], detector_s=detector_s, limit_s=limit_s)
+    for _ in range(STARTS):
+        played = play()
         if any(each.lines for each in played):
             break
     return played
@@ -310,7 +316,7 @@ def on_hosts(hosts: Hosts, scenario: Scenario, *, limit_s: float = 60) -> Played
         hosts.part(*scenario.get("part", ()))
 
     try:
-        return job([[scenario]], line, pull, limit_s)[0]
+        return begun(lambda: job([[scenario]], line, pull, limit_s))[0]
     finally:
         for number in cables(scenario):
             hosts.mend(number)
