@@ -31,7 +31,7 @@ else ifeq ($(filter mpich impi,$(MPI)),)
   $(error MPI is mpich, openmpi or impi, not $(MPI))
 endif
 
-.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression survive-demo survive-soak survive-cost torch-suite clean
+.PHONY: help venv run test test-gpu cluster-test check format bench large-batch compression survive-demo survive-soak survive-cost torch-suite sgd-variants clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets and variables
@@ -94,6 +94,9 @@ large-batch: $(READY) ## train with large batches, LARS and 16 bits, a quarter o
 
 compression: $(READY) ## train with each method of compression, a quarter of an hour, and write benchmarks/compression.md
 	$(PYTHON) benchmarks/compression.py $(ARGS)
+
+sgd-variants: $(READY) ## train in every mode, without and with a slow rank, a quarter of an hour, and write benchmarks/sgd-variants.md
+	$(PYTHON) benchmarks/sgd_variants.py $(ARGS)
 
 survive-demo: $(READY) ## lose one rank of each kind and go on; with MPI=openmpi
 	$(PYTHON) benchmarks/survive_soak.py --demo

@@ -46,7 +46,7 @@ FLOORS = {
     "__main__": 6,
 }
 
-ABOUT_TORCH = ("torch", "compress")
+ABOUT_TORCH = ("torch", "compress", "sgd")
 """They are of no use without it."""
 TRAINING = (SOURCE / "survive" / "training.py").resolve()
 """Nor is this, and nothing else of its part imports it."""

@@ -13,7 +13,7 @@ from hpcdl.torch.recipe import Schedule, optimizer, scheduler
 from hpcdl.torch.growth import BatchGrowth
 
 model = torch.nn.Linear(3, 2)
-for name in ("sgd", "adam", "rmsprop", "lars"):
+for name in ("sgd", "adam", "rmsprop", "adagrad", "lars"):
     made = optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=0.1)
     growth = BatchGrowth(8, (), factor=2, limit=8)
     rates = scheduler(Schedule("onecycle"), made, epochs=3, updates=lambda epochs: 4 * int(epochs), growth=growth)
@@ -32,7 +32,7 @@ def test_the_compiler_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "LARS"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Adagrad", "LARS"])
 def test_they_are_torchs_to_the_bit(name: str) -> None:
     from hpcdl.torch import LARS
     from hpcdl.torch.recipe import light

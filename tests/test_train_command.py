@@ -257,6 +257,7 @@ def test_what_cannot_begin_is_said_once_with_status_2(tmp_path: Path, text: str)
             "--wire-dtype brings an all-reduce of its own: leave out --algorithm",
         ),
         ("--exclude-lr 0.1", "--exclude-lr is for --optimizer lars, this one is sgd"),
+        ("--optimizer adagrad --momentum 0.9", "--momentum 0.9 is for other optimisers: adagrad has none"),
         ("--milestones 2", "--milestones is for --schedule step, this one is constant"),
         ("--schedule cosine --gamma 0.5", "--gamma is for --schedule step, this one is cosine"),
         ("--schedule cyclic --grow-batch 512", "--grow-batch is for --schedule step, this one is cyclic"),

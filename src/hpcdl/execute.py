@@ -1,7 +1,7 @@
 """Schedules on the wire: a Plan is a program bound once to a vector, a Work is one that is in flight.
 
-Floor 2, and the only place that sends what a schedule moves. Requests are persistent: set up once, started at each run. Sends
-are started behind their round's receives, and nothing relies on buffer space at the other end.
+Floor 2, and the only place that sends what a schedule moves. Requests are persistent: set up once, started at each run.
+Sends are started behind their round's receives, and nothing relies on buffer space at the other end.
 """
 
 from __future__ import annotations

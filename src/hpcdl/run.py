@@ -78,7 +78,7 @@ def _prepare(world: MPI.Intracomm) -> None:
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
     # Else each rank's torch takes all cores of the node. What the user has set stays.
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(world)))
-    address, port = _master(world)
+    address, port = master(world)
     os.environ.update(
         RANK=str(world.rank),
         WORLD_SIZE=str(world.size),
@@ -89,7 +89,7 @@ def _prepare(world: MPI.Intracomm) -> None:
     )
 
 
-def _master(world: MPI.Intracomm) -> tuple[str, str]:
+def master(world: MPI.Intracomm) -> tuple[str, str]:
     """Where rank 0 will listen: as the user has it on rank 0, else at a free port of an address that all can reach."""
     own = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
     address, port = world.bcast(own)

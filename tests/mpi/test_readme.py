@@ -7,9 +7,10 @@ import pytest
 from mpi4py import MPI
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = "large-batches", "compression", "asynchronous", "beyond-synchronous"
 SNIPPETS = [
     pytest.param(path, snippet, id=f"{path.stem}-{number}")
-    for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("large-batches", "compression")))
+    for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
 ]
 

@@ -1,4 +1,4 @@
-"""hpcdl train: synchronous data-parallel SGD on real images, or on text."""
+"""hpcdl train: data-parallel SGD on real images, or on text; synchronous, unless another mode is asked for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 import hpcdl
 from hpcdl import data, text, verdict
 from hpcdl.cli.agreed import Refused, agree, begin, complain
+from hpcdl.cli.mode_options import SERVED, paced
 from hpcdl.cli.train_log import Log, plain
 from hpcdl.cli.train_options import COMPRESSION, LOG_STEPS, MODELS, add_arguments, choose
 from hpcdl.cli.train_report import compressed_by, exchange, header, pays, reporting, table
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from hpcdl.compress import Compression, Method
     from hpcdl.preemption import Preemption
+    from hpcdl.sgd.training import Training
     from hpcdl.torch.checkpoint import Checkpoint
     from hpcdl.torch.parallel import DistributedDataParallel
     from hpcdl.torch.recipe import Schedule
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from hpcdl.torch.train import Epoch, Trainer
 
 __all__ = ["add_arguments", "run"]
+
+Prepare: TypeAlias = "Callable[[MPI.Intracomm, argparse.Namespace], tuple[Training, Log | None, str]]"
 
 STOPPED = 75
 """EX_TEMPFAIL: try again."""
@@ -71,6 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         from hpcdl.cli import train_survive
 
         return train_survive.run(comm, arguments)
+    if arguments.mode in SERVED:
+        from hpcdl.cli import train_server
+
+        return train_server.run(comm, arguments)
+    if arguments.mode != "sync":
+        from hpcdl.cli import train_modes
+
+        return train_modes.run(comm, arguments)
     if not arguments.checkpoint:
         return train(comm, arguments)
     with preemption(comm) as stop:
@@ -82,20 +94,26 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption | None = None) -> int:
-    """Train, up to the end or until told to stop; the exit status."""
+def train(
+    comm: MPI.Intracomm,
+    arguments: argparse.Namespace,
+    stop: Preemption | None = None,
+    prepare: Prepare | None = None,
+) -> int:
+    """Train, up to the end or until told to stop; the exit status. `prepare` is that of another mode."""
+    trainer: Trainer | Training
     try:
-        trainer, log = prepare(comm, arguments)
+        trainer, log, how = (prepare or synchronous)(comm, arguments)
     except Refused as refusal:
         complain(comm, str(refusal))
         return 2
 
     from hpcdl.torch.checkpoint import CheckpointError
-    from hpcdl.torch.train import spread
+    from hpcdl.torch.train import Trainer, spread
 
     began, first = perf_counter(), comm.rank == 0
     if first:
-        print(header(arguments, trainer, comm.size, exchange(arguments, trainer)), flush=True)
+        print(header(arguments, trainer, comm.size, how), flush=True)
     stopped = unsaved = None
     done = trainer.steps - trainer.updates(len(trainer.epochs))
     done *= trainer.growth.batch(len(trainer.epochs))
@@ -107,12 +125,12 @@ def train(comm: MPI.Intracomm, arguments: argparse.Namespace, stop: Preemption |
     if stopped:
         logger.info(stopped)
         return STOPPED
-    apart = spread(trainer.model, comm)
+    apart = spread(trainer.model, comm) if isinstance(trainer, Trainer) else trainer.spread()
 
     if first:
         print(table(trainer))
-        if saves := pays(trainer):
-            print(saves)
+        if remark := pays(trainer) if isinstance(trainer, Trainer) else trainer.remark:
+            print(remark)
         seconds = perf_counter() - began
         left_out = sum(epoch.skipped for epoch in trainer.epochs)
         scale = f", {left_out} of them left out; loss scale {trainer.scaler.get_scale():g}" if trainer.scaler else ""
@@ -141,8 +159,8 @@ def compare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> None:
     agree(comm, choose(arguments))
 
 
-def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer, Log | None]:
-    """Whatever else can be wrong before the first step; what is wrong on one rank is refused by all."""
+def synchronous(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer, Log | None, str]:
+    """The trainer, rank 0's log, and how gradients are added up; what is wrong on one rank is refused by all."""
     try:
         # The library says itself which names there are and which numbers of ranks each can serve.
         hpcdl.allreduce(np.zeros(1), comm, algorithm=arguments.algorithm)
@@ -152,7 +170,7 @@ def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer
     trainer = assemble(comm, arguments, task, model)
     if arguments.checkpoint:
         begin_or_resume(trainer, arguments)
-    return trainer, open_log(comm, arguments, trainer.steps)
+    return trainer, open_log(comm, arguments, trainer.steps), exchange(arguments, trainer)
 
 
 def learnt(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Task, nn.Module]:
@@ -253,6 +271,9 @@ def assemble(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
     trainer.scheduler = scheduler(
         schedule, trainer.optimizer, epochs=arguments.epochs, updates=trainer.updates, growth=trainer.growth
     )
+    pace = paced(comm, arguments)
+    if pace.step_s:
+        pace.hold(trainer.model, comm.rank, passes=arguments.accumulate)
     return trainer
 
 
@@ -370,7 +391,7 @@ def unusable(option: str, folder: Path) -> str | None:
 
 
 def follow(
-    trainer: Trainer,
+    trainer: Trainer | Training,
     arguments: argparse.Namespace,
     log: Log | None,
     on_step: Callable[[int], object],
@@ -417,7 +438,7 @@ def follow(
     return stopped
 
 
-def state(trainer: Trainer) -> dict[str, float]:
+def state(trainer: Trainer | Training) -> dict[str, float]:
     """What a schedule or a scaler may change on the way."""
     values = {"lr": trainer.lr, "batch": trainer.growth.batch(len(trainer.epochs))}
     return values | ({"loss_scale": trainer.scaler.get_scale()} if trainer.scaler else {})

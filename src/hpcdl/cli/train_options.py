@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcdl.cli import mode_options
 from hpcdl.cli.arguments import count, epochs, factor, momentum, number, number_from_0, rate, seed, share
 from hpcdl.survive.faults import Fault
 
@@ -26,11 +27,11 @@ class Kind(NamedTuple):
 
 # Steady from 1 to 8 ranks of 32 samples; with 0.05 the cnn loses 4 points on one rank.
 MODELS = {
-    "mlp": Kind("images", {"sgd": 0.05, "adam": 0.001, "rmsprop": 0.001, "lars": 4.0}, 20),
-    "cnn": Kind("images", {"sgd": 0.02, "adam": 0.001, "rmsprop": 0.001, "lars": 4.0}, 20),
-    "transformer": Kind("text", {"adam": 0.003, "sgd": 0.3, "rmsprop": 0.003, "lars": 8.0}, 1),
+    "mlp": Kind("images", {"sgd": 0.05, "adam": 0.001, "rmsprop": 0.001, "adagrad": 0.01, "lars": 4.0}, 20),
+    "cnn": Kind("images", {"sgd": 0.02, "adam": 0.001, "rmsprop": 0.001, "adagrad": 0.01, "lars": 4.0}, 20),
+    "transformer": Kind("text", {"adam": 0.003, "sgd": 0.3, "rmsprop": 0.003, "adagrad": 0.03, "lars": 8.0}, 1),
 }
-MOMENTA = {"sgd": 0.9, "adam": 0.9, "rmsprop": 0.0, "lars": 0.9}
+MOMENTA = {"sgd": 0.9, "adam": 0.9, "rmsprop": 0.0, "adagrad": 0.0, "lars": 0.9}
 ALGORITHM, BLOCK_SIZE = "binary_blocks", 64
 BUCKET_CAP_MB = 25.0
 LOG_STEPS = 20
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a network by synchronous data-parallel SGD: all ranks start from the same parameters, each "
         "works on its share of every global batch, and the gradient is averaged over the ranks by an "
-        "all-reduce. Run it as: mpiexec -n 4 hpcdl train"
+        "all-reduce; or in another --mode. Run it as: mpiexec -n 4 hpcdl train"
     )
     parser.epilog = EPILOG
     _add_task(parser.add_argument_group("what is learnt"))
@@ -97,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_wire(parser.add_argument_group("numbers and messages"))
     _add_compression(parser.add_argument_group("compressed gradients"))
     _add_survival(parser.add_argument_group("lost ranks", SURVIVE))
+    mode_options.add_arguments(parser)
     _add_output(parser.add_argument_group("what is written"))
 
 
@@ -323,7 +325,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def choose(arguments: argparse.Namespace) -> str | None:
     """Fill in what was left open; what contradicts itself, in one line."""
     return (
-        _choose_survival(arguments)
+        mode_options.choose(arguments)
+        or _choose_survival(arguments)
         or _choose_task(arguments)
         or _choose_compression(arguments)
         or _choose_wire(arguments)
@@ -386,9 +389,14 @@ def _choose_task(arguments: argparse.Namespace) -> str | None:
     usual = "sgd" if arguments.compress == "dgc" else kind.optimizer
     optimizer = arguments.optimizer = arguments.optimizer or usual
     usual_lr = kind.lrs[optimizer] * (SIGN_RATE if arguments.compress == "signsgd" and optimizer == "sgd" else 1)
+    # Asynchrony acts like momentum: on MNIST-5k 3 workers came to 67 to 80 % in 10 epochs with 0.9, to 94.6 % in 8 so.
+    asynchronous = arguments.mode == "parameter-server" and optimizer == "sgd" and arguments.momentum is None
+    usual_lr *= 2 if asynchronous else 1
     arguments.lr, arguments.epochs = arguments.lr or usual_lr, arguments.epochs or kind.epochs
+    if arguments.momentum and optimizer == "adagrad":
+        return f"--momentum {arguments.momentum:g} is for other optimisers: adagrad has none"
     if arguments.momentum is None:
-        arguments.momentum = MOMENTA[optimizer]
+        arguments.momentum = 0.0 if asynchronous else MOMENTA[optimizer]
     if arguments.exclude_lr and optimizer != "lars":
         return f"--exclude-lr is for --optimizer lars, this one is {optimizer}"
     return None

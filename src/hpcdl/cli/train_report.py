@@ -5,37 +5,65 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hpcdl.cli.launch import terminal
+from hpcdl.cli.mode_options import pacing
 from hpcdl.cli.train_options import COMPRESSION, MODELS
 
 if TYPE_CHECKING:
-    from hpcdl.survive.training import Training
+    from torch import nn
+
+    from hpcdl.torch.growth import BatchGrowth
+    from hpcdl.torch.tasks import Task
     from hpcdl.torch.train import Compressed, Epoch, Trainer
 
 
-def header(arguments: argparse.Namespace, trainer: Trainer | Training, ranks: int, how: str) -> str:
-    """One line with all that a result depends on; `how` is how gradients are added up."""
+class Told(Protocol):
+    """What is told of a training, whatever its mode."""
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def growth(self) -> BatchGrowth: ...
+
+    @property
+    def epochs(self) -> Sequence[Epoch]: ...
+
+    @property
+    def compression(self) -> object: ...
+
+
+def header(arguments: argparse.Namespace, trainer: Told, ranks: int, how: str) -> str:
+    """One line with all that a result depends on; `how` is how gradients are added up, or what the mode does."""
     import torch
     from mpi4py import MPI
 
     library = " ".join(MPI.Get_library_version().replace("Version:", "").split("\n")[0].split(",")[0].split())
     task, passes = trainer.task, arguments.accumulate
-    parameters = sum(each.numel() for each in trainer.model.parameters())
+    # A pipeline's ranks have a stage each.
+    parameters = getattr(trainer, "parameters", None) or sum(each.numel() for each in trainer.model.parameters())
     block = f", block {arguments.block_size}" if MODELS[arguments.model].of == "text" else ""
     decay = f", weight decay {arguments.weight_decay:g}" if arguments.weight_decay else ""
     clip = f", clipped at {arguments.clip_norm:g}" if arguments.clip_norm else ""
+    what = "all-reduce" if arguments.mode == "sync" else f"mode {arguments.mode}:"
+    batch = f"{ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}{growing(arguments)}"
+    if arguments.mode == "federated":
+        batch = f"{arguments.batch_size} of a client"
     return (
         f"hpcdl train: ranks {ranks}, threads {torch.get_num_threads()}, "
-        f"all-reduce {how}, "
+        f"{what} {how}, "
         f"model {arguments.model}, parameters {parameters}, {arguments.precision}, data {task.name} ({task.counts})"
-        f"{block}, batch {ranks} x {arguments.batch_size}{f' x {passes}' if passes > 1 else ''}{growing(arguments)}, "
+        f"{block}, batch {batch}, "
         f"{arguments.optimizer}, lr {rates(arguments, trainer)}, momentum {arguments.momentum:g}{decay}{clip}, "
-        f"seed {arguments.seed}, {library}"
+        f"seed {arguments.seed}{pacing(arguments)}, {library}"
     )
 
 
@@ -64,7 +92,7 @@ def growing(arguments: argparse.Namespace) -> str:
     return f" growing to {arguments.grow_batch}{f' in passes of up to {most} a rank' if most else ''}"
 
 
-def rates(arguments: argparse.Namespace, trainer: Trainer | Training) -> str:
+def rates(arguments: argparse.Namespace, trainer: Told) -> str:
     """The highest rate, and how it goes."""
     highest = arguments.lr
     if arguments.base_batch:
@@ -85,7 +113,7 @@ MORE = "  {:>7}  {:>7}  {:>9}  {:>11}"
 """With compression."""
 
 
-def table(trainer: Trainer | Training) -> str:
+def table(trainer: Told) -> str:
     """One line an epoch, under their names."""
     unit = trainer.task.unit
     names = COLUMNS.format("epoch", "batch", "lr", "loss", "test loss", "test accuracy", f"{unit}/s", "communication")
@@ -135,7 +163,7 @@ def pays(trainer: Trainer) -> str | None:
 
 @contextmanager
 def reporting(
-    trainer: Trainer | Training, epochs: int, done: int = 0, *, on: bool
+    trainer: Told, epochs: int, done: int = 0, *, on: bool
 ) -> Iterator[tuple[Callable[[int], object], Callable[[Epoch], object]]]:
     """What to call after each step and each epoch: a progress bar on a terminal, else a line an epoch.
 

@@ -54,7 +54,7 @@ def optimizer(
 ) -> Optimizer:
     """The named optimiser of a model's parameters; biases and batch norms do not decay.
 
-    `momentum` is Adam's first beta; its decay is decoupled (AdamW). `exclude_lr` is of LARS.
+    `momentum` is Adam's first beta, and Adagrad has none; Adam's decay is decoupled (AdamW). `exclude_lr` is of LARS.
     """
     if name == "lars":
         return light(LARS)(
@@ -63,6 +63,8 @@ def optimizer(
     groups = decay_groups(model, weight_decay)
     if name == "adam":
         return light(torch.optim.AdamW)(groups, lr=lr, betas=(momentum, 0.999))
+    if name == "adagrad":
+        return light(torch.optim.Adagrad)(groups, lr=lr)
     kind = torch.optim.SGD if name == "sgd" else torch.optim.RMSprop
     made: Optimizer = light(kind)(groups, lr=lr, momentum=momentum)  # type: ignore[call-arg]
     return made
@@ -138,7 +140,7 @@ def scheduler(
 def _momenta(schedule: Schedule, optimizer: Optimizer) -> dict[str, Any]:
     """The momentum is highest where the rate is lowest."""
     group = optimizer.param_groups[0]
-    highest = group["betas"][0] if "betas" in group else group["momentum"]
+    highest = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
     if not highest:
         return {"cycle_momentum": False}
     return {"base_momentum": min(schedule.low_momentum, highest), "max_momentum": highest}
