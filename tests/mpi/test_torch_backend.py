@@ -502,6 +502,20 @@ def test_functional_collectives(world: Any, comm: MPI.Intracomm) -> None:
     assert same(functional.wait_tensor(several[1]), total[:3])
 
 
+@pytest.mark.ranks(2, 3)
+def test_what_a_functional_collective_gives_is_waited_for_ahead_of_a_message(world: Any, comm: MPI.Intracomm) -> None:
+    x, received = torch.full((1000,), float(comm.rank)), torch.empty(1000)
+    later = functional.all_reduce(x, "sum", dist.group.WORLD)
+    assert hasattr(later, "trigger_wait")
+    works = [dist.isend(later, (comm.rank + 1) % comm.size), dist.irecv(received, (comm.rank - 1) % comm.size)]
+    for work in works:
+        work.wait()
+    assert (received == sum(range(comm.size))).all()
+    again = functional.all_reduce(x, "sum", dist.group.WORLD)
+    dist.broadcast(again, 0)
+    dist.all_gather([torch.empty(1000) for _ in range(comm.size)], functional.all_reduce(x, "sum", dist.group.WORLD))
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_a_barrier_waits_for_the_last(world: Any, comm: MPI.Intracomm) -> None:
     if comm.rank == 0:

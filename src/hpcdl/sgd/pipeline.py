@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate
@@ -154,10 +153,6 @@ def _alone(path: str, layer: nn.Linear, parts: int) -> ParallelStyle:
 def split(module: nn.Module, mesh: DeviceMesh) -> None:
     """Split the linear layers of a module among the ranks of a mesh of one dimension, in place."""
     parallelize_module(module, mesh, split_plan(module, mesh.size()))
-    # What a collective gives may be a tensor that waits when it is first computed with; a message would not.
-    module.register_forward_hook(
-        lambda _, inputs, output: output.clone() if isinstance(output, AsyncCollectiveTensor) else output
-    )
 
 
 def own(tensor: Tensor) -> Tensor:

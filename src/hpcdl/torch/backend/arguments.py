@@ -28,10 +28,10 @@ def options_of(kind: type[Any], given: Any, timeout: Any = None, **field: Any) -
 def one(tensors: Tensors) -> Tensor:
     """The tensor, or the only one of the list."""
     if isinstance(tensors, Tensor):
-        return tensors
+        return there(tensors)
     if len(tensors) != 1:
         raise ValueError(f"a rank passes one tensor in a call, not {len(tensors)}; the coalesced forms take several")
-    return tensors[0]
+    return there(tensors[0])
 
 
 def list_of(tensors: Any) -> list[Tensor]:
@@ -40,4 +40,14 @@ def list_of(tensors: Any) -> list[Tensor]:
         if len(tensors) != 1:
             raise ValueError(f"a rank passes one list of tensors in a call, not {len(tensors)}")
         tensors = tensors[0]
-    return list(tensors)
+    return [there(each) for each in tensors]
+
+
+def there(tensor: Tensor) -> Tensor:
+    """The tensor; of a functional collective's that nobody has waited for yet what it stands for.
+
+    torch's dispatcher would wait, but it calls no group in Python.
+    """
+    wait = getattr(tensor, "trigger_wait", None)
+    waited: Tensor = wait() if wait else tensor
+    return waited
