@@ -51,7 +51,7 @@ def test_a_job_runs_on_its_nodes_and_again_after_one_was_lost_and_nothing_of_slu
 def test_a_job_that_fails_says_so_at_once_with_its_log(tmp_path: Path) -> None:
     with Slurm(2, tmp_path / "slurm") as slurm:
         job = submit(slurm, tmp_path, "echo what went wrong >&2; exit 3\n")
-        said = r"is \{'FAILED'\}, not COMPLETED\n(.*\n)*what went wrong\n(.*\n)*slurmctld's log"
+        said = r"is \{'FAILED'\}, not COMPLETED\nslurmctld's log(.*\n)*job \d+'s log:\n(.*\n)*what went wrong\n"
         with pytest.raises(AssertionError, match=said):
             job.wait("COMPLETED", 20)
         job = submit(slurm, tmp_path, "sleep 600\n")
