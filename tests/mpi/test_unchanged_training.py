@@ -1,4 +1,8 @@
-"""torch's own ways to train on several ranks: over the backend hpcdl they compute what they do over gloo."""
+"""torch's own ways to train on several ranks: over the backend hpcdl they compute what they do over gloo.
+
+The last file of its ranks, by its name: gloo's groups and their threads stay (see `over_both`), and with 3 ranks on 2
+cores a test with many barriers behind them has taken 60 s instead of 6.
+"""
 
 from __future__ import annotations
 
