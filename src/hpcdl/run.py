@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if module:
             runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        elif not os.path.exists(program[0]):
+            sys.exit(f"hpcdl.run: {os.uname().nodename} has no file {os.path.abspath(program[0])}")
         else:
             # As python itself does: beside the script, not where we were started.
             sys.path[0] = os.path.dirname(os.path.abspath(program[0]))

@@ -33,6 +33,7 @@ from hpcdl.preemption import SIGNALS, preemption
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch import nn
+    from torch.optim import Optimizer
 
     from hpcdl.compress import Compression, Method
     from hpcdl.preemption import Preemption
@@ -161,16 +162,34 @@ def compare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> None:
 
 def synchronous(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Trainer, Log | None, str]:
     """The trainer, rank 0's log, and how gradients are added up; what is wrong on one rank is refused by all."""
-    try:
-        # The library says itself which names there are and which numbers of ranks each can serve.
-        hpcdl.allreduce(np.zeros(1), comm, algorithm=arguments.algorithm)
-    except (ValueError, HpcdlError) as error:
-        raise Refused(f"--algorithm {arguments.algorithm}: {error}") from error
+    try_algorithm(comm, arguments.algorithm)
     task, model = learnt(comm, arguments)
     trainer = assemble(comm, arguments, task, model)
     if arguments.checkpoint:
         begin_or_resume(trainer, arguments)
     return trainer, open_log(comm, arguments, trainer.steps), exchange(arguments, trainer)
+
+
+def try_algorithm(comm: MPI.Intracomm, name: str) -> None:
+    """The library says itself which names there are and which numbers of ranks each can serve."""
+    try:
+        hpcdl.allreduce(np.zeros(1), comm, algorithm=name)
+    except (ValueError, HpcdlError) as error:
+        raise Refused(f"--algorithm {name}: {error}") from error
+
+
+def stepper(arguments: argparse.Namespace, lr: float) -> Callable[[nn.Module], Optimizer]:
+    """What makes the optimiser of a module."""
+    from hpcdl.torch.recipe import optimizer
+
+    return lambda module: optimizer(
+        arguments.optimizer,
+        module,
+        lr=lr,
+        momentum=arguments.momentum,
+        weight_decay=arguments.weight_decay,
+        exclude_lr=arguments.exclude_lr,
+    )
 
 
 def learnt(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Task, nn.Module]:

@@ -8,23 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import hpcdl
 from hpcdl.cli.agreed import Refused
 from hpcdl.cli.mode_options import paced
-from hpcdl.cli.train import learnt, open_log, plan, train
+from hpcdl.cli.train import learnt, open_log, plan, stepper, train, try_algorithm
 from hpcdl.cli.train_log import Log
-from hpcdl.errors import HpcdlError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch import nn
-    from torch.optim import Optimizer
 
     from hpcdl.sgd.averaging import Averaging
     from hpcdl.sgd.training import Training
     from hpcdl.torch.tasks import Numbers, Task
-
-__all__ = ["paced", "run"]
 
 LABELS_AT_ONCE = 1000
 
@@ -42,10 +37,7 @@ def run(comm: MPI.Intracomm, arguments: argparse.Namespace) -> int:
 
 def prepare(comm: MPI.Intracomm, arguments: argparse.Namespace) -> tuple[Training, Log | None, str]:
     """The training, rank 0's log, and in words what the ranks do together; what is wrong is refused by all alike."""
-    try:
-        hpcdl.allreduce(np.zeros(1), comm, algorithm=arguments.algorithm)
-    except (ValueError, HpcdlError) as error:
-        raise Refused(f"--algorithm {arguments.algorithm}: {error}") from error
+    try_algorithm(comm, arguments.algorithm)
     task, model = learnt(comm, arguments)
     makers: dict[str, Callable[..., tuple[Training, str]]] = {"federated": federated, "pipeline": pipelined}
     training, how = makers.get(arguments.mode, averaged)(comm, arguments, task, model)
@@ -96,23 +88,6 @@ def averaged(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, mod
         schedule, optimizer, epochs=arguments.epochs, updates=training.updates, growth=training.growth
     )
     return training, how
-
-
-def stepper(arguments: argparse.Namespace, lr: float) -> Callable[[nn.Module], Optimizer]:
-    """What makes the optimiser of a module."""
-    from hpcdl.torch.recipe import optimizer
-
-    def make(module: nn.Module) -> Optimizer:
-        return optimizer(
-            arguments.optimizer,
-            module,
-            lr=lr,
-            momentum=arguments.momentum,
-            weight_decay=arguments.weight_decay,
-            exclude_lr=arguments.exclude_lr,
-        )
-
-    return make
 
 
 def federated(comm: MPI.Intracomm, arguments: argparse.Namespace, task: Task, model: nn.Module) -> tuple[Training, str]:

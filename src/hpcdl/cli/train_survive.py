@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from hpcdl import verdict
 from hpcdl.cli.agreed import Refused, agree, complain
-from hpcdl.cli.train import judge, learnt, logged, open_log, plan, resumes, tell_resumed, unusable
+from hpcdl.cli.train import judge, learnt, logged, open_log, plan, resumes, stepper, tell_resumed, unusable
 from hpcdl.cli.train_log import Log, plain
 from hpcdl.cli.train_options import LOG_STEPS, choose
 from hpcdl.cli.train_report import header, reporting, table
@@ -115,21 +115,14 @@ def beginning(comm: MPI.Intracomm, arguments: argparse.Namespace, model: nn.Modu
 def assemble(arguments: argparse.Namespace, task: Task, model: nn.Module, survivors: Survivors, first: int) -> Training:
     """The training that the arguments describe, which began with so many ranks."""
     from hpcdl.survive.training import Training
-    from hpcdl.torch.recipe import optimizer, scheduler
+    from hpcdl.torch.recipe import scheduler
 
     lr, schedule, settings = plan(arguments, arguments.batch_size * arguments.accumulate * first)
     command = ["-m", "hpcdl", *sys.argv[1:]]
     training = Training(
         task,
         model,
-        optimizer(
-            arguments.optimizer,
-            model,
-            lr=lr,
-            momentum=arguments.momentum,
-            weight_decay=arguments.weight_decay,
-            exclude_lr=arguments.exclude_lr,
-        ),
+        stepper(arguments, lr)(model),
         survivors,
         batch_size=arguments.batch_size,
         first=first,

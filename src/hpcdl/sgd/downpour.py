@@ -58,9 +58,9 @@ def parameter_server(
     gradients are those of one worker); see `Asynchronous`.
 
     On rank 0: `on_pass` is called `every` so many samples, when the model holds the parameters behind them, and may end
-    the training by True; `on_leave`
-    when a worker has finished early or is given up, having been silent for `timeout_s` outside of its waits for a
-    server; `judge` at the end, when the model holds the final parameters, which the other ranks do not get.
+    the training by True; `on_leave` when a worker has finished early or is given up, having been silent for `timeout_s`
+    outside of its waits for a server; `judge` at the end, when the model holds the final parameters, which the other
+    ranks do not get.
     """
 
     def order(workers: range, first: bool) -> Order:
