@@ -192,3 +192,9 @@ def rank_of(pid: int) -> int | None:
     found = [word for word in words if word.startswith((b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK="))]
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
     return int(found[0].partition(b"=")[2]) if found and b"hpcdl.run" in command else None
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    run = run_ranks(2, *RUN, str(tmp_path / "nothere.py"))
+    assert run.returncode != 0
+    assert f"has no file {tmp_path / 'nothere.py'}\n" in run.stderr and "Traceback" not in run.stderr
